@@ -1,0 +1,140 @@
+"""Contract of the control plane (written first by hand; regenerated from the binding, keep it fresh)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+class SchedulerConfig:
+    def __init__(
+        self,
+        *,
+        page_size: int = 64,
+        num_pages: int,
+        max_slots: int,  # rows that may run at once
+        max_context_len: int,  # tokens; page table width = ceil(. / page_size) + 1
+        token_budget: int = 512,  # prefill + decode tokens per step
+        model_fingerprint: str = "",
+    ) -> None: ...
+
+class RequestSpec:
+    def __init__(
+        self,
+        *,
+        request_id: int,
+        token_ids: NDArray[np.int32],
+        max_new_tokens: int,
+        priority: int = 0,
+        tenant: str = "default",
+        salt: str = "",
+    ) -> None: ...
+
+class StepDone:
+    """Results of one planned step, arrays in the plan's row order.
+
+    num_accepted[r] tokens of row r are token_ids[r, :]; 0 for rows that did not sample.
+    finished[r] != 0: the request is over after those tokens. failed[r] != 0: NaN or an engine
+    error; the row's KV is never published.
+    """
+
+    def __init__(
+        self,
+        *,
+        step_id: int,
+        num_accepted: NDArray[np.int32],
+        token_ids: NDArray[np.int32],  # [R, K]
+        finished: NDArray[np.uint8],
+        failed: NDArray[np.uint8],
+    ) -> None: ...
+
+class Abort:
+    def __init__(self, *, request_id: int) -> None: ...
+
+class TransferAck:
+    def __init__(self, *, ticket: int, ok: bool) -> None: ...
+
+Event = StepDone | Abort | TransferAck
+
+class Admission:
+    """A request entered the running set in this plan (again, after a retraction: readmitted)."""
+
+    request_id: int
+    slot: int
+    prompt_len: int
+    cached_l1: int
+    cached_l2: int
+    cached_l3: int
+    readmitted: bool
+
+class Ended:
+    """A request left the scheduler. status: finished | aborted | failed."""
+
+    request_id: int
+    status: str
+    message: str
+    num_cached_tokens: int  # tokens of prompt + output the tree now holds
+    page_hashes: bytes  # 16 bytes per full page of that prefix
+
+class Plan:
+    """One step. Arrays are views, valid until the next call of next_plan. T tokens, R rows."""
+
+    step_id: int  # -1: nothing to run
+    row_request_ids: NDArray[np.int64]  # [R] prefill rows first
+    row_slots: NDArray[np.int32]  # [R]
+    row_starts: NDArray[np.int32]  # [R] KV tokens in place before the step
+    row_lens: NDArray[np.int32]  # [R] tokens of the row in this step
+    row_samples: NDArray[np.uint8]  # [R] 1: the last token's logits are sampled
+    input_ids: NDArray[np.int32]  # [T] -1: the id is on the device, next_input_ids[slot]
+    slot_mapping: NDArray[np.int32]  # [T] page * page_size + offset
+    page_deltas: NDArray[np.int32]  # [D, 3] (slot, index, page) to write in the page table
+    page_copies: NDArray[np.int32]  # [C, 3] (source page, target page, tokens) before the step
+    admissions: list[Admission]
+    retracted: list[int]  # request ids that gave their pages back and wait again
+
+class KvEvent:
+    kind: str  # stored | moved | removed
+    tier: str  # l1 | l2 | l3
+    page_hash: bytes
+    parent_hash: bytes
+    num_tokens: int
+
+class TreeNode:
+    node_id: int
+    parent_id: int
+    num_tokens: int
+    num_pages: int
+    num_children: int
+    num_users: int
+    last_used_ms: int
+    page_hash: bytes
+    first_token_ids: NDArray[np.int32]
+
+class PrefixHit:
+    l1: int
+    l2: int
+    l3: int
+
+class Scheduler:
+    """Single-threaded. A step may be planned before the results of the one before it are in."""
+
+    def __init__(self, config: SchedulerConfig) -> None: ...
+    def submit(self, specs: Sequence[RequestSpec]) -> None:
+        """Queue requests. Raises ValueError naming the field; then none of them was inserted."""
+
+    def next_plan(self, now_ms: int) -> Plan: ...
+    def advance(self, events: Sequence[Event]) -> list[Ended]:
+        """Apply results in order. Raises ValueError for an unknown request or step id."""
+
+    def query_prefix(self, token_ids: NDArray[np.int32], salt: str = "") -> PrefixHit: ...
+    def drop_prefix(
+        self, token_ids: NDArray[np.int32], keep_tokens: int = 0, salt: str = ""
+    ) -> int:
+        """Free what of this prefix nobody uses or shares, from keep_tokens on; returns pages freed."""
+
+    def drain_kv_events(self) -> list[KvEvent]: ...
+    def stats(self) -> dict[str, int]:
+        """free_pages, owned_pages, cached_pages, in_flight_pages, num_pages, running, waiting, ..."""
+
+    def tree(self, max_nodes: int = 256) -> list[TreeNode]: ...
+    def check_integrity(self) -> None:
+        """Abort-level invariants, walked in full; raises RuntimeError with what is broken."""
