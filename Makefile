@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+.PHONY: default install demo test test-py test-cpp lint fmt serve bench clean
+default: lint test-py
+
+install:
+	@scripts/install
+
+demo: install
+	@scripts/demo
+
+test: install
+	@scripts/services
+	@scripts/lint
+	@scripts/test-cpp
+	@.venv/bin/python -m pytest -q
+
+test-py: install
+	@.venv/bin/python -m pytest -q
+
+test-cpp: install
+	@scripts/test-cpp
+
+lint: install
+	@scripts/lint
+
+fmt: install
+	@.venv/bin/ruff format . && .venv/bin/ruff check --fix .
+
+serve: install
+	@.venv/bin/moorage serve
+
+bench: install
+	@scripts/bench
+
+clean:
+	rm -rf .venv build
