@@ -5,7 +5,7 @@ A scripted agent works on a copy of a real repository with four real tools. It r
 two parallel calls, a fork, a cancel in mid-stream, a kill -9 of the engine process and one of the
 API process, and checks after every turn that the session lost nothing. Exit 0: all of it held.
 
-    python examples/agent_session.py --base-url http://127.0.0.1:8000 --repo . --state RUN/state.json
+    python examples/agent_session.py --repo . --state RUN/state.json
 """
 
 from __future__ import annotations
@@ -340,6 +340,19 @@ def fork_and_part(agent: Agent, last: TurnResult, specs: list[Json], tool: Json)
     return branches
 
 
+def wait_until_ready(state: pathlib.Path, timeout_s: float = 60.0) -> str:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            url = str(json.loads(state.read_text())["url"])
+            if httpx.get(f"{url}/ready").status_code == 200:
+                return url
+        except (OSError, ValueError, KeyError, httpx.TransportError):
+            pass
+        time.sleep(0.1)
+    raise SystemExit(f"no server became ready within {timeout_s:.0f} s ({state})")
+
+
 def print_table(agents: list[Agent]) -> None:
     head = ["turn", "input", "cached l1/l2/l3", "new", "out", "TTFT ms", "tok/s", "what"]
     rows = [head, *(row for agent in agents for row in agent.rows)]
@@ -356,13 +369,13 @@ def copy_repository(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--base-url", required=True)
     parser.add_argument("--repo", type=pathlib.Path, default=pathlib.Path("."))
     parser.add_argument("--state", type=pathlib.Path, required=True, help="the server's state.json")
     args = parser.parse_args()
+    base_url = wait_until_ready(args.state)
     with tempfile.TemporaryDirectory(prefix="moorage-demo-") as folder:
         repo = copy_repository(args.repo, pathlib.Path(folder))
-        agents = run(Client(args.base_url), repo, args.state)
+        agents = run(Client(base_url), repo, args.state)
         for agent in agents:
             check_transcript(agent)
     print_table(agents)
