@@ -120,6 +120,12 @@ class DropPrefix(msgspec.Struct, tag="drop_prefix", kw_only=True):
     salt: str = ""
 
 
+class SubscribeKvEvents(msgspec.Struct, tag="subscribe_kv_events", kw_only=True):
+    """From now on send (or stop sending) `KvEventBatch` to this peer."""
+
+    enabled: bool = True
+
+
 class Ping(msgspec.Struct, tag="ping", kw_only=True):
     sent_ms: int
 
@@ -133,6 +139,7 @@ EngineInput = (
     | QueryTree
     | QueryPrefix
     | DropPrefix
+    | SubscribeKvEvents
     | Ping
 )
 
@@ -201,7 +208,11 @@ class GrammarCompiled(msgspec.Struct, tag="grammar_compiled", kw_only=True):
 
 
 class KvEventBatch(msgspec.Struct, tag="kv_events", kw_only=True):
-    """Cache changes in order. kind: stored | moved | removed; hashes are 16 bytes each."""
+    """Cache changes in order. kind: stored | moved | removed; hashes are 16 bytes each.
+
+    The client adds one kind of its own, `reset`: the cache is gone or events were lost; forget
+    what earlier events said.
+    """
 
     events: tuple[KvEvent, ...]
 

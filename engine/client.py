@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EngineClient: the API process's side of the engine, many requests over one socket.
+
+It hides the death of an engine process: when another instance answers, every request in flight is
+sent again with what it had produced (`resume_token_ids`), and its stream goes on where it was. A
+slow reader costs nobody anything: what it has not read is kept once, as ids, never as a queue of
+messages. Does not know: sessions, HTTP, text, torch.
+
+    EngineClient     the public face; answers of the engine are routed to
+    OutputStream     what one request has produced and how far its reader is (client_streams.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from engine import api
+from engine.client_streams import KvEventQueue, OutputStream, StreamItem
+from engine.errors import EngineUnavailableError
+from engine.transport import ClientSocket, decode_output, pack_ids
+
+logger = logging.getLogger(__name__)
+
+Reply = api.GrammarCompiled | api.StatsReply | api.TreeReply | api.PrefixReply
+ReplyT = TypeVar("ReplyT", bound=Reply)
+
+MISSED_PINGS_UNREADY = 4
+
+
+class EngineClient:
+    """Talk to the engine behind a Unix socket, whichever process that is at the moment.
+
+    Everything runs on the asyncio loop that called `start`. Limits: `max_resubmits` lives a
+    request may consume before it ends in `engine_restarted`; `dead_after_s` without an engine
+    before requests end in `engine_unavailable`.
+    """
+
+    def __init__(
+        self,
+        socket_path: str,
+        *,
+        ping_interval_s: float = 0.25,
+        dead_after_s: float = 60.0,
+        reconcile_s: float = 5.0,
+        max_resubmits: int = 3,
+    ) -> None:
+        self._socket_path = socket_path
+        self._ping_interval_s = ping_interval_s
+        self._dead_after_s = dead_after_s
+        self._reconcile_s = reconcile_s
+        self._max_resubmits = max_resubmits
+        self._socket: ClientSocket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._hello: api.EngineHello | None = None
+        self._hello_event = asyncio.Event()
+        self._last_heard_s = 0.0
+        self._streams: dict[str, OutputStream] = {}
+        self._queries: dict[str, tuple[msgspec.Struct, asyncio.Future[Any]]] = {}
+        self._query_ids = itertools.count()
+        self._restart_callbacks: list[Callable[[api.EngineHello], None]] = []
+        self._kv_queues: list[KvEventQueue] = []
+
+    # Life ---------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the socket; returns at once, whether or not an engine is there yet."""
+        if self._socket is not None:
+            return
+        self._socket = ClientSocket(self._socket_path)
+        self._last_heard_s = time.monotonic()
+        self._tasks = [
+            asyncio.create_task(self._read_forever(), name="engine-client-reader"),
+            asyncio.create_task(self._watch_forever(), name="engine-client-watch"),
+        ]
+
+    async def close(self) -> None:
+        """Close the socket; open streams end with an error. Requests go on in the engine."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._tasks = []
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._fail_everything("client_closed", "the engine client was closed")
+        for queue in self._kv_queues:
+            queue.close()
+
+    @property
+    def is_ready(self) -> bool:
+        """An engine has introduced itself and answers pings."""
+        silence_s = time.monotonic() - self._last_heard_s
+        limit_s = max(MISSED_PINGS_UNREADY * self._ping_interval_s, 1.0)
+        return self._hello is not None and silence_s < limit_s
+
+    @property
+    def hello(self) -> api.EngineHello | None:
+        """What the engine last said of itself; None before the first contact."""
+        return self._hello
+
+    async def wait_ready(self, timeout_s: float) -> api.EngineHello:
+        """Wait for an engine. Raises: EngineUnavailableError."""
+        try:
+            await asyncio.wait_for(self._hello_event.wait(), timeout_s)
+        except TimeoutError:
+            raise EngineUnavailableError(
+                f"no engine answered on {self._socket_path} within {timeout_s:g} s"
+            ) from None
+        assert self._hello is not None
+        return self._hello
+
+    def on_restart(self, callback: Callable[[api.EngineHello], None]) -> None:
+        """Call `callback` whenever another engine instance takes over (not for the first)."""
+        self._restart_callbacks.append(callback)
+
+    # Requests -----------------------------------------------------------------------------
+
+    async def generate(
+        self, request: api.GenerateRequest, *, abort_on_close: bool = True
+    ) -> AsyncIterator[StreamItem]:
+        """Run a request and yield what it produces, ending with `Finished`.
+
+        `Tokens` items are contiguous and never repeat; several steps may arrive as one item. A
+        sampled request without a seed is given one here, so that a second life draws the same
+        tokens. Closing the iterator early aborts the request unless `abort_on_close` is False.
+
+        Raises: ValueError if this request_id is already in flight here.
+        """
+        if request.sampling.seed is None:
+            seeded = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))
+            request = msgspec.structs.replace(request, sampling=seeded)
+        stream = OutputStream(
+            request.request_id, request=request, base=len(request.resume_token_ids) // 4
+        )
+        async for item in self._run_stream(stream, request, abort_on_close):
+            yield item
+
+    async def attach(
+        self,
+        request_id: str,
+        from_output: int = 0,
+        *,
+        abort_on_close: bool = True,
+    ) -> AsyncIterator[StreamItem]:
+        """Go on reading a request that another client started, from output token `from_output`.
+
+        Ends with `Finished{error, unknown_request}` when the engine has no such request.
+        """
+        stream = OutputStream(request_id, request=None, base=from_output)
+        message = api.AttachRequest(request_id=request_id, from_output=from_output)
+        async for item in self._run_stream(stream, message, abort_on_close):
+            yield item
+
+    async def abort(self, request_id: str) -> None:
+        """Ask the engine to stop a request; its stream ends with `Finished{aborted}`."""
+        await self._send(api.AbortRequest(request_id=request_id))
+
+    # Questions ----------------------------------------------------------------------------
+
+    async def compile(
+        self, grammar: api.GrammarSpec, *, budget_ms: int = 2000
+    ) -> api.GrammarCompiled:
+        """Compile a grammar ahead of its use. Errors are in the reply's `error_code`."""
+        query_id = self._next_query_id()
+        message = api.CompileGrammar(compile_id=query_id, grammar=grammar, budget_ms=budget_ms)
+        timeout_s = budget_ms / 1000 + self._dead_after_s
+        return await self._ask(api.GrammarCompiled, query_id, message, timeout_s)
+
+    async def stats(self, *, timeout_s: float = 10.0) -> dict[str, float]:
+        """Counters and gauges of the engine. Raises: EngineUnavailableError."""
+        query_id = self._next_query_id()
+        message = api.QueryStats(query_id=query_id)
+        return (await self._ask(api.StatsReply, query_id, message, timeout_s)).stats
+
+    async def tree(self, max_nodes: int = 256, *, timeout_s: float = 10.0) -> api.TreeReply:
+        """A bounded snapshot of the radix tree. Raises: EngineUnavailableError."""
+        query_id = self._next_query_id()
+        message = api.QueryTree(query_id=query_id, max_nodes=max_nodes)
+        return await self._ask(api.TreeReply, query_id, message, timeout_s)
+
+    async def query_prefix(
+        self, token_ids: bytes | list[int], *, salt: str = "", timeout_s: float = 10.0
+    ) -> api.CacheHit:
+        """How much of a prefix each tier holds. Raises: EngineUnavailableError."""
+        query_id = self._next_query_id()
+        raw = token_ids if isinstance(token_ids, bytes) else pack_ids(token_ids)
+        message = api.QueryPrefix(query_id=query_id, token_ids=raw, salt=salt)
+        return (await self._ask(api.PrefixReply, query_id, message, timeout_s)).cache
+
+    async def drop_prefix(
+        self, token_ids: bytes | list[int], keep_tokens: int = 0, *, salt: str = ""
+    ) -> None:
+        """Let go of a prefix's KV from `keep_tokens` on, where nobody else shares it."""
+        raw = token_ids if isinstance(token_ids, bytes) else pack_ids(token_ids)
+        await self._send(api.DropPrefix(token_ids=raw, keep_tokens=keep_tokens, salt=salt))
+
+    async def kv_events(self) -> AsyncIterator[api.KvEventBatch]:
+        """Cache changes from now on. An event of kind `reset` says that earlier ones are void."""
+        queue = KvEventQueue()
+        self._kv_queues.append(queue)
+        try:
+            await self._send(api.SubscribeKvEvents(enabled=True))
+            async for batch in queue:
+                yield batch
+        finally:
+            self._kv_queues.remove(queue)
+            if not self._kv_queues and self._socket is not None:
+                await self._send(api.SubscribeKvEvents(enabled=False))
+
+    # Inside -------------------------------------------------------------------------------
+
+    async def _run_stream(
+        self, stream: OutputStream, first: msgspec.Struct, abort_on_close: bool
+    ) -> AsyncIterator[StreamItem]:
+        if stream.request_id in self._streams:
+            raise ValueError(f"request_id = {stream.request_id!r}: already in flight")
+        self._streams[stream.request_id] = stream
+        try:
+            stream.touch()
+            await self._send(first)
+            async for item in stream:
+                yield item
+        finally:
+            del self._streams[stream.request_id]
+            if not stream.is_finished and abort_on_close and self._socket is not None:
+                await self._send(api.AbortRequest(request_id=stream.request_id))
+
+    async def _send(self, message: msgspec.Struct) -> None:
+        if self._socket is None:
+            raise EngineUnavailableError("the engine client is not started, or was closed")
+        await self._socket.send(message)
+
+    def _next_query_id(self) -> str:
+        return f"q{next(self._query_ids)}"
+
+    async def _ask(
+        self, kind: type[ReplyT], query_id: str, message: msgspec.Struct, timeout_s: float
+    ) -> ReplyT:
+        future: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = (message, future)
+        try:
+            await self._send(message)
+            reply = await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise EngineUnavailableError(
+                f"the engine did not answer {type(message).__name__} within {timeout_s:g} s"
+            ) from None
+        finally:
+            del self._queries[query_id]
+        assert isinstance(reply, kind)
+        return reply
+
+    async def _read_forever(self) -> None:
+        assert self._socket is not None
+        while True:
+            frame = await self._socket.receive()
+            self._last_heard_s = time.monotonic()
+            try:
+                message = decode_output(frame)
+            except msgspec.DecodeError as error:
+                logger.warning("dropped a frame that is no engine message: %s", error)
+                continue
+            await self._route(message)
+
+    async def _route(self, message: api.EngineOutput) -> None:
+        match message:
+            case api.Tokens() | api.Started() | api.PrefillProgress() | api.Finished():
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    await self._feed(stream, message)
+            case api.GrammarCompiled():
+                self._answer(message.compile_id, message)
+            case api.StatsReply() | api.TreeReply() | api.PrefixReply():
+                self._answer(message.query_id, message)
+            case api.KvEventBatch():
+                for queue in self._kv_queues:
+                    queue.put(message)
+            case api.EngineHello():
+                await self._meet(message)
+            case api.Pong():
+                pass
+
+    async def _feed(self, stream: OutputStream, message: StreamItem) -> None:
+        is_unknown = isinstance(message, api.Finished) and message.error_code == "unknown_request"
+        if is_unknown and stream.request is not None:
+            # The answer to a question that was asked before the last resubmission is void.
+            if time.monotonic() - stream.submitted_s > self._reconcile_s:
+                await self._resubmit(stream)
+        elif not stream.feed(message):  # tokens are missing before this message
+            await self._send(stream.catch_up())
+
+    def _answer(self, query_id: str, reply: Reply) -> None:
+        _, future = self._queries.get(query_id, (None, None))
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    async def _meet(self, hello: api.EngineHello) -> None:
+        previous, self._hello = self._hello, hello
+        self._hello_event.set()
+        if previous is not None and previous.instance_id == hello.instance_id:
+            return  # the engine had forgotten this client, which was silent for long
+        if self._kv_queues:
+            await self._send(api.SubscribeKvEvents(enabled=True))
+        if previous is None:
+            return
+        logger.warning(
+            "engine restarted (instance %s after %s): %d requests go on",
+            hello.instance_id,
+            previous.instance_id,
+            len(self._streams),
+        )
+        for queue in self._kv_queues:
+            queue.reset()
+        for message, _ in list(self._queries.values()):
+            await self._send(message)
+        for stream in list(self._streams.values()):
+            await self._resubmit(stream)
+        for callback in self._restart_callbacks:
+            callback(hello)
+
+    async def _resubmit(self, stream: OutputStream) -> None:
+        if stream.is_finished:
+            return
+        stream.num_resubmits += 1
+        if stream.num_resubmits > self._max_resubmits:
+            stream.fail("engine_restarted", f"the engine died {stream.num_resubmits} times")
+        elif stream.request is None:
+            await self._send(stream.catch_up())
+        else:
+            await self._send(stream.resume_request())
+
+    async def _watch_forever(self) -> None:
+        while True:
+            await self._send(api.Ping(sent_ms=time.monotonic_ns() // 1_000_000))
+            await asyncio.sleep(self._ping_interval_s)
+            now_s = time.monotonic()
+            if now_s - self._last_heard_s > self._dead_after_s:
+                self._fail_everything(
+                    "engine_unavailable", f"no engine for {self._dead_after_s:g} s"
+                )
+            elif self.is_ready:
+                for stream in list(self._streams.values()):
+                    if not stream.is_finished and now_s - stream.touched_s > self._reconcile_s:
+                        await self._send(stream.catch_up())
+
+    def _fail_everything(self, code: str, text: str) -> None:
+        for stream in self._streams.values():
+            stream.fail(code, text)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EngineConfig: every setting of the engine process, typed, with its default and unit.
+
+Does not know: torch, TOML, environment variables, the appliance's other sections. Values are
+checked once by `validate()` and then passed down; nothing below reads them from anywhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+from engine.errors import ConfigError
+
+DEFAULT_MODEL = "default"
+LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
+DTYPES = ("auto", "float32", "bfloat16")
+WEIGHT_FORMATS = ("auto", "dequantized", "packed")
+# sockaddr_un.sun_path holds 108 bytes with its terminator (unix(7)).
+MAX_SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarConfig:
+    """Compiling grammars, beside the loop."""
+
+    compile_threads: int = 1
+    """Worker threads that compile grammars; count."""
+    budget_ms: int = 2000
+    """How long a request waits for its grammar before it fails; milliseconds."""
+    cache_bytes: int = 64 << 20
+    """Compiled grammars kept, least recently used dropped first; bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """What the control plane may hold at once."""
+
+    max_waiting: int = 1024
+    """Requests queued or running; one more is refused with `queue_full`; count."""
+    keep_outputs_s: float = 600.0
+    """How long a finished request's output can still be attached to; seconds."""
+    keep_outputs_bytes: int = 64 << 20
+    """Outputs of finished requests kept for that; bytes."""
+
+
+def default_run_dir() -> str:
+    """A per-user directory for sockets."""
+    return str(Path(tempfile.gettempdir()) / f"moorage-{os.getuid()}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The engine process: model, memory, batch limits."""
+
+    model: str = DEFAULT_MODEL
+    """Hugging Face directory or GGUF file; `default` is the packaged SmolLM2-135M-Instruct."""
+    load_format: str = "auto"
+    """auto | gguf | safetensors | dummy (random weights, for benchmarks)."""
+    dtype: str = "auto"
+    """Activations and KV: auto | float32 | bfloat16."""
+    weights: str = "auto"
+    """auto | dequantized (to `dtype`) | packed (kept in the checkpoint's low-bit blocks)."""
+    num_threads: int = 0
+    """Compute threads; 0: the cores this process may use; count."""
+    page_size: int = 64
+    """Tokens per KV page; a power of two."""
+    kv_pool_tokens: int = 0
+    """KV capacity; 0: from free memory, bounded on a CPU; tokens."""
+    max_slots: int = 16
+    """Requests that run in one step; count."""
+    token_budget: int = 512
+    """Prefill and decode tokens in one step; tokens."""
+    max_context_len: int = 0
+    """Prompt and output of one request; 0: what the model was trained for; tokens."""
+    eager: bool = False
+    """Run without captured graphs."""
+    deterministic: bool = False
+    """Same tokens whatever the batch, chunking or cache state; slower."""
+    run_dir: str = field(default_factory=default_run_dir)
+    """Directory of the engine's socket; created if missing."""
+    drain_s: float = 10.0
+    """On SIGTERM, how long running requests may still finish; seconds."""
+    grammar: GrammarConfig = GrammarConfig()
+    scheduler: SchedulerLimits = SchedulerLimits()
+
+    @property
+    def socket_path(self) -> str:
+        """Where the engine listens (a Unix socket)."""
+        return str(Path(self.run_dir) / "engine.sock")
+
+    def problems(self) -> Iterator[ConfigError]:
+        """Every wrong field, in declaration order."""
+        yield from _model_problems(self)
+        yield from _limit_problems(self)
+        yield from _nested_problems(self)
+
+    def validate(self) -> None:
+        """Raises: ConfigError for the first wrong field."""
+        for problem in self.problems():
+            raise problem
+
+    def to_json(self) -> bytes:
+        """This configuration as JSON, which `from_json` reads back."""
+        return msgspec.json.encode(self)
+
+
+def from_json(text: bytes | str) -> EngineConfig:
+    """Read and validate a configuration. Raises: ConfigError."""
+    try:
+        values = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError("engine", text[:80], "a JSON object", str(error)) from error
+    return from_mapping(values)
+
+
+def from_mapping(values: object) -> EngineConfig:
+    """Build and validate a configuration from plain dicts. Raises: ConfigError."""
+    if not isinstance(values, Mapping):
+        raise ConfigError("engine", values, "a mapping of settings")
+    config: EngineConfig = _build(EngineConfig, values, "engine")
+    config.validate()
+    return config
+
+
+def _build(cls: Any, values: Mapping[str, object], path: str) -> Any:
+    hints = get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    arguments: dict[str, object] = {}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"{path}.{name}", value, f"one of {', '.join(sorted(known))}")
+        arguments[name] = _convert(hints[name], value, f"{path}.{name}")
+    return cls(**arguments)
+
+
+def _convert(hint: Any, value: object, path: str) -> object:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise ConfigError(path, value, "a table of settings")
+        return _build(hint, value, path)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(path, value, f"a value of type {hint.__name__}")
+    return value
+
+
+def _model_problems(config: EngineConfig) -> Iterator[ConfigError]:
+    if not config.model:
+        yield ConfigError("engine.model", config.model, "a path, or `default`")
+    elif config.model != DEFAULT_MODEL and not Path(config.model).exists():
+        yield ConfigError("engine.model", config.model, "an existing file or directory")
+    for name, allowed in (
+        ("load_format", LOAD_FORMATS),
+        ("dtype", DTYPES),
+        ("weights", WEIGHT_FORMATS),
+    ):
+        value = getattr(config, name)
+        if value not in allowed:
+            yield ConfigError(f"engine.{name}", value, " | ".join(allowed))
+
+
+def _limit_problems(config: EngineConfig) -> Iterator[ConfigError]:
+    yield from _range(config, "num_threads", 0, 1024)
+    size = config.page_size
+    if not 1 <= size <= 1024 or size & (size - 1):
+        yield ConfigError("engine.page_size", size, "a power of two, 1 to 1024")
+    yield from _range(config, "kv_pool_tokens", 0, 1 << 31)
+    if 0 < config.kv_pool_tokens < 2 * size:
+        yield ConfigError(
+            "engine.kv_pool_tokens", config.kv_pool_tokens, f"0, or at least 2 pages ({2 * size})"
+        )
+    yield from _range(config, "max_slots", 1, 4096)
+    yield from _range(config, "token_budget", 1, 1 << 20)
+    if config.token_budget < config.max_slots:
+        yield ConfigError(
+            "engine.token_budget",
+            config.token_budget,
+            f"at least engine.max_slots ({config.max_slots})",
+            "a step must hold one token of every running request",
+        )
+    yield from _range(config, "max_context_len", 0, 1 << 24)
+    yield from _range(config, "drain_s", 0.0, 3600.0)
+    path = config.socket_path.encode()
+    if len(path) > MAX_SOCKET_PATH_BYTES:
+        yield ConfigError(
+            "engine.run_dir",
+            config.run_dir,
+            f"a path short enough for a Unix socket ({MAX_SOCKET_PATH_BYTES} bytes with its name)",
+        )
+
+
+def _nested_problems(config: EngineConfig) -> Iterator[ConfigError]:
+    yield from _range(config, "grammar.compile_threads", 1, 64)
+    yield from _range(config, "grammar.budget_ms", 1, 600_000)
+    yield from _range(config, "grammar.cache_bytes", 0, 1 << 40)
+    yield from _range(config, "scheduler.max_waiting", 1, 1 << 20)
+    yield from _range(config, "scheduler.keep_outputs_s", 0.0, 86_400.0)
+    yield from _range(config, "scheduler.keep_outputs_bytes", 0, 1 << 40)
+
+
+def _range(config: EngineConfig, path: str, low: float, high: float) -> Iterator[ConfigError]:
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    if not low <= value <= high:
+        yield ConfigError(f"engine.{path}", value, f"{low:g} to {high:g}")

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wire between API process and engine: a ROUTER in the engine, a DEALER in each client.
+
+Both ends may die and come back: the engine binds the same Unix socket again, a DEALER reconnects
+by itself. A message is one msgspec MessagePack frame. Does not know: what the messages mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import uuid
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.asyncio
+from numpy.typing import NDArray
+
+from engine.api import EngineInput, EngineOutput
+from engine.errors import EngineError
+
+MAX_MESSAGE_BYTES = 64 << 20
+# Frames the engine keeps for one client that does not read: a busy step sends one per request.
+ENGINE_SEND_FRAMES = 100_000
+RECONNECT_MS = 50
+
+_ENCODER = msgspec.msgpack.Encoder()
+_INPUT_DECODER: msgspec.msgpack.Decoder[EngineInput] = msgspec.msgpack.Decoder(EngineInput)
+_OUTPUT_DECODER: msgspec.msgpack.Decoder[EngineOutput] = msgspec.msgpack.Decoder(EngineOutput)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One wire frame."""
+    return _ENCODER.encode(message)
+
+
+def decode_input(frame: bytes) -> EngineInput:
+    """What a client sent. Raises: msgspec.DecodeError."""
+    return _INPUT_DECODER.decode(frame)
+
+
+def decode_output(frame: bytes) -> EngineOutput:
+    """What the engine sent. Raises: msgspec.DecodeError."""
+    return _OUTPUT_DECODER.decode(frame)
+
+
+def pack_ids(token_ids: NDArray[np.int32] | list[int] | tuple[int, ...]) -> bytes:
+    """Token ids as the wire carries them: little-endian int32."""
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(raw: bytes) -> NDArray[np.int32]:
+    """The ids in `raw`, int32 [n]; read-only view. Raises: ValueError if it is not whole ids."""
+    return np.frombuffer(raw, dtype="<i4")
+
+
+def endpoint(socket_path: str) -> str:
+    """The ZMQ address of a Unix socket."""
+    return f"ipc://{socket_path}"
+
+
+class EngineSocket:
+    """The engine's end. One thread only.
+
+    A frame for a client that is gone, or that lets `ENGINE_SEND_FRAMES` pile up, is not sent and
+    `send` says so: the client asks again with `AttachRequest` when it is back.
+
+    Raises: EngineError where another engine listens on the path; zmq.ZMQError, OSError otherwise.
+    """
+
+    def __init__(self, socket_path: str) -> None:
+        Path(socket_path).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._socket_path = socket_path
+        # libzmq takes a bound ipc path over without a word, so the path is guarded by a lock.
+        self._lock = _lock_path(f"{socket_path}.lock")
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.SNDHWM, ENGINE_SEND_FRAMES)
+        self.socket.setsockopt(zmq.RCVHWM, ENGINE_SEND_FRAMES)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        try:
+            self.socket.bind(endpoint(socket_path))
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            self._lock.close()
+            raise
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """The next (peer, frame), or None when nothing waits."""
+        while True:
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            if len(parts) == 2:
+                return parts[0], parts[1]
+
+    def send(self, peer: bytes, frame: bytes) -> bool:
+        """Queue a frame for `peer`; False if the peer is gone or its queue is full."""
+        try:
+            self.socket.send_multipart((peer, frame), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def close(self, *, linger_ms: int = 500) -> None:
+        """Send what is queued for at most `linger_ms`, and remove the socket file."""
+        self._context.destroy(linger=linger_ms)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._socket_path)
+        self._lock.close()
+
+
+def _lock_path(path: str) -> IO[bytes]:
+    """Hold `path` until closed (or killed). Raises: EngineError if a live process holds it."""
+    lock = open(path, "ab")  # noqa: SIM115  (held for the life of the socket)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise EngineError(f"another engine listens here: {path} is locked") from error
+    return lock
+
+
+class ClientSocket:
+    """A client's end, on the running asyncio loop."""
+
+    def __init__(self, socket_path: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.IDENTITY, b"c" + uuid.uuid4().bytes)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, ENGINE_SEND_FRAMES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.connect(endpoint(socket_path))
+
+    async def send(self, message: msgspec.Struct) -> None:
+        """Queue a message; it is sent when the engine is there."""
+        await self._socket.send(encode(message))
+
+    async def receive(self) -> bytes:
+        """The next frame."""
+        frame: bytes = await self._socket.recv()
+        return frame
+
+    def close(self) -> None:
+        """Close at once; queued messages are dropped."""
+        self._context.destroy(linger=0)
