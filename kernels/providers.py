@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules bring the built-in implementations, and when each is imported.
+
+Does not know: what they register. The GPU ones are imported only where there is a GPU, so that a
+CPU process never loads triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import torch
+
+REFERENCE_MODULES = (
+    "activation",
+    "attention",
+    "bitmask",
+    "linear",
+    "llama",
+    "norm",
+    "page_copy",
+    "rope",
+    "sampling",
+)
+
+
+def load_builtin_kernels() -> None:
+    """Import (and so register) the reference kernels and those that this machine can use."""
+    for name in REFERENCE_MODULES:
+        importlib.import_module(f"kernels.reference.{name}")
+    if importlib.util.find_spec("_cpu_kernels") is not None:
+        importlib.import_module("kernels.cpu")
+    if torch.cuda.is_available():
+        importlib.import_module("kernels.triton")

@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between KV pages in plain torch, the ground truth. Does not know: dispatch."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.registry import Priority, register_kernel
+
+
+@register_kernel("copy_pages", "reference", priority=Priority.REFERENCE)
+def copy_pages(kv_pool: torch.Tensor, copies: torch.Tensor) -> None:
+    """One copy after another, in the order given."""
+    for source, target, num_tokens in copies.tolist():
+        kv_pool[target, :, :, :num_tokens] = kv_pool[source, :, :, :num_tokens]
