@@ -18,7 +18,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -128,12 +128,13 @@ class EngineClient:
 
     async def generate(
         self, request: api.GenerateRequest, *, abort_on_close: bool = True
-    ) -> AsyncIterator[StreamItem]:
+    ) -> AsyncGenerator[StreamItem, None]:
         """Run a request and yield what it produces, ending with `Finished`.
 
         `Tokens` items are contiguous and never repeat; several steps may arrive as one item. A
         sampled request without a seed is given one here, so that a second life draws the same
-        tokens. Closing the iterator early aborts the request unless `abort_on_close` is False.
+        tokens. Closing the iterator early aborts the request unless `abort_on_close` is False; a
+        reader that may leave early holds it in `contextlib.aclosing`.
 
         Raises: ValueError if this request_id is already in flight here.
         """
@@ -152,7 +153,7 @@ class EngineClient:
         from_output: int = 0,
         *,
         abort_on_close: bool = True,
-    ) -> AsyncIterator[StreamItem]:
+    ) -> AsyncGenerator[StreamItem, None]:
         """Go on reading a request that another client started, from output token `from_output`.
 
         Ends with `Finished{error, unknown_request}` when the engine has no such request.
@@ -205,7 +206,7 @@ class EngineClient:
         raw = token_ids if isinstance(token_ids, bytes) else pack_ids(token_ids)
         await self._send(api.DropPrefix(token_ids=raw, keep_tokens=keep_tokens, salt=salt))
 
-    async def kv_events(self) -> AsyncIterator[api.KvEventBatch]:
+    async def kv_events(self) -> AsyncGenerator[api.KvEventBatch, None]:
         """Cache changes from now on. An event of kind `reset` says that earlier ones are void."""
         queue = KvEventQueue()
         self._kv_queues.append(queue)
@@ -222,7 +223,7 @@ class EngineClient:
 
     async def _run_stream(
         self, stream: OutputStream, first: msgspec.Struct, abort_on_close: bool
-    ) -> AsyncIterator[StreamItem]:
+    ) -> AsyncGenerator[StreamItem, None]:
         if stream.request_id in self._streams:
             raise ValueError(f"request_id = {stream.request_id!r}: already in flight")
         self._streams[stream.request_id] = stream
@@ -230,11 +231,17 @@ class EngineClient:
             stream.touch()
             await self._send(first)
             async for item in stream:
+                if isinstance(item, api.Finished):
+                    self._forget(stream)  # a reader may stop here and never come back
                 yield item
         finally:
-            del self._streams[stream.request_id]
+            self._forget(stream)
             if not stream.is_finished and abort_on_close and self._socket is not None:
                 await self._send(api.AbortRequest(request_id=stream.request_id))
+
+    def _forget(self, stream: OutputStream) -> None:
+        if self._streams.get(stream.request_id) is stream:
+            del self._streams[stream.request_id]
 
     async def _send(self, message: msgspec.Struct) -> None:
         if self._socket is None:
@@ -355,5 +362,5 @@ class EngineClient:
                         await self._send(stream.catch_up())
 
     def _fail_everything(self, code: str, text: str) -> None:
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             stream.fail(code, text)

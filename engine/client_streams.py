@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 
@@ -104,7 +104,7 @@ class OutputStream:
             self.request, resume_token_ids=self.request.resume_token_ids + bytes(self._ids)
         )
 
-    async def __aiter__(self) -> AsyncIterator[StreamItem]:
+    async def __aiter__(self) -> AsyncGenerator[StreamItem, None]:
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -172,7 +172,7 @@ class KvEventQueue:
         self._is_closed = True
         self._changed.set()
 
-    async def __aiter__(self) -> AsyncIterator[api.KvEventBatch]:
+    async def __aiter__(self) -> AsyncGenerator[api.KvEventBatch, None]:
         while not self._is_closed:
             await self._changed.wait()
             self._changed.clear()

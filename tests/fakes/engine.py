@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FakeEngine: the engine's side of the wire without a model, for tests of the API process.
+
+It runs in a thread of the test, answers every message of `engine.api`, and samples what a script
+says: `script(request) -> token ids` (the end-of-turn id is added if the script leaves it out and
+max_new_tokens allows). It keeps token sequences to report cache hits like the radix tree would:
+token-exact, all but the last token of a prompt. `restart()` makes it another engine instance that
+has forgotten everything; `stop()` ends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from engine import api
+from engine.transport import EngineSocket, decode_input, encode, pack_ids, unpack_ids
+
+Script = Callable[[api.GenerateRequest], Sequence[int]]
+GrammarCheck = Callable[[api.GrammarSpec], tuple[str, str] | None]
+
+
+@dataclass
+class _Request:
+    wire: api.GenerateRequest
+    prompt: list[int]
+    planned: list[int]
+    peers: list[bytes]
+    cache: api.CacheHit
+    due_s: float
+    output: list[int] = field(default_factory=list)
+    finished: api.Finished | None = None
+
+
+class FakeEngine:
+    """See the module. Thread-safe: start, stop, restart, pause, resume and reading `requests`."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        script: Script,
+        *,
+        tokens_per_s: float = 0.0,  # 0: as fast as it can
+        prefill_s: float = 0.0,
+        progress_steps: int = 0,  # PrefillProgress messages before the first token
+        eos_id: int = 2,
+        vocab_size: int = 49152,
+        max_context_len: int = 8192,
+        page_size: int = 64,
+        num_pages: int = 4096,
+        grammar_check: GrammarCheck = lambda spec: None,
+    ) -> None:
+        self.socket_path = socket_path
+        self.script = script
+        self.tokens_per_s = tokens_per_s
+        self.prefill_s = prefill_s
+        self.progress_steps = progress_steps
+        self.eos_id = eos_id
+        self.grammar_check = grammar_check
+        self.requests: list[api.GenerateRequest] = []
+        self.aborted: list[str] = []
+        self.grammars: list[api.GrammarSpec] = []
+        self._shape = (vocab_size, max_context_len, page_size, num_pages)
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._running = threading.Event()
+        self._running.set()
+
+    def start(self) -> FakeEngine:
+        """Bind the socket and serve in a thread."""
+        self._stopping.clear()
+        self._forget()
+        self._socket = EngineSocket(self.socket_path)
+        self._thread = threading.Thread(target=self._serve, name="fake-engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End it as kill -9 would: nothing more is said to anybody."""
+        self._stopping.set()
+        self._running.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def restart(self) -> None:
+        """Another instance takes over; requests in flight and the cache are gone."""
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """Sample no further token until `resume` (other messages are answered)."""
+        self._running.clear()
+
+    def resume(self) -> None:
+        """Go on sampling."""
+        self._running.set()
+
+    def __enter__(self) -> FakeEngine:
+        return self if self._thread is not None else self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    # The serving thread -------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self.instance_id = uuid.uuid4().hex
+        self._peers: set[bytes] = set()
+        self._kv_peers: set[bytes] = set()
+        self._requests: dict[str, _Request] = {}
+        self._cached: dict[str, list[list[int]]] = {}
+        self._num_tokens = 0
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket.socket, zmq.POLLIN)
+        try:
+            while not self._stopping.is_set():
+                poller.poll(self._wait_ms())
+                while (received := self._socket.receive()) is not None:
+                    self._handle(*received)
+                if self._running.is_set():
+                    self._sample_due()
+        finally:
+            self._socket.close(linger_ms=100)
+
+    def _wait_ms(self) -> int:
+        due = [r.due_s for r in self._requests.values() if r.finished is None]
+        if not due or not self._running.is_set():
+            return 5
+        return max(0, min(5, int((min(due) - time.monotonic()) * 1000)))
+
+    def _send(self, peers: Sequence[bytes], message: object) -> None:
+        frame = encode(message)  # type: ignore[arg-type]
+        for peer in peers:
+            self._socket.send(peer, frame)
+
+    def _handle(self, peer: bytes, frame: bytes) -> None:
+        if peer not in self._peers:
+            self._peers.add(peer)
+            vocab_size, max_context_len, page_size, num_pages = self._shape
+            hello = api.EngineHello(
+                instance_id=self.instance_id,
+                model_fingerprint="fake",
+                vocab_size=vocab_size,
+                max_context_len=max_context_len,
+                page_size=page_size,
+                num_pages=num_pages,
+            )
+            self._send([peer], hello)
+        message = decode_input(frame)
+        match message:
+            case api.GenerateRequest():
+                self._generate(peer, message)
+            case api.AbortRequest():
+                self.aborted.append(message.request_id)
+                request = self._requests.get(message.request_id)
+                if request is not None and request.finished is None:
+                    self._finish(request, api.FinishReason.ABORTED)
+            case api.AttachRequest():
+                self._attach(peer, message)
+            case api.CompileGrammar():
+                self.grammars.append(message.grammar)
+                problem = self.grammar_check(message.grammar)
+                code, text = problem if problem is not None else (None, None)
+                reply = api.GrammarCompiled(
+                    compile_id=message.compile_id,
+                    compile_ms=0.1,
+                    cached=False,
+                    error_code=code,
+                    error_message=text,
+                )
+                self._send([peer], reply)
+            case api.QueryStats():
+                self._send([peer], api.StatsReply(query_id=message.query_id, stats=self._stats()))
+            case api.QueryTree():
+                self._send(
+                    [peer], api.TreeReply(query_id=message.query_id, nodes=(), truncated=False)
+                )
+            case api.QueryPrefix():
+                ids = unpack_ids(message.token_ids).tolist()
+                hit = self._hit(ids, message.salt, len(ids))
+                self._send([peer], api.PrefixReply(query_id=message.query_id, cache=hit))
+            case api.DropPrefix():
+                ids = unpack_ids(message.token_ids).tolist()
+                kept = [s for s in self._cached.get(message.salt, []) if s[: len(ids)] != ids]
+                self._cached[message.salt] = [*kept, ids[: message.keep_tokens]]
+            case api.SubscribeKvEvents():
+                (self._kv_peers.add if message.enabled else self._kv_peers.discard)(peer)
+            case api.Ping():
+                self._send([peer], api.Pong(sent_ms=message.sent_ms, instance_id=self.instance_id))
+
+    def _generate(self, peer: bytes, wire: api.GenerateRequest) -> None:
+        if wire.request_id in self._requests:
+            self._attach(peer, api.AttachRequest(request_id=wire.request_id))
+            return
+        self.requests.append(wire)
+        prompt = unpack_ids(wire.token_ids).tolist()
+        resumed = unpack_ids(wire.resume_token_ids).tolist()
+        problem = self._problem(wire, prompt)
+        planned = [] if problem else list(self.script(wire))
+        if self.eos_id not in planned:
+            planned.append(self.eos_id)
+        total = len(prompt) + len(resumed)
+        request = _Request(
+            wire=wire,
+            prompt=prompt,
+            planned=planned[: wire.sampling.max_new_tokens],
+            peers=[peer],
+            cache=self._hit(prompt + resumed, wire.salt, total - 1),
+            due_s=time.monotonic() + self.prefill_s,
+            output=resumed,
+        )
+        self._requests[wire.request_id] = request
+        if problem is not None:
+            self._finish(request, api.FinishReason.ERROR, code=problem[0], text=problem[1])
+            return
+        self._send([peer], api.Started(request_id=wire.request_id, cache=request.cache))
+        for step in range(self.progress_steps):
+            done = total * (step + 1) // self.progress_steps
+            self._send(
+                [peer], api.PrefillProgress(request_id=wire.request_id, done=done, total=total)
+            )
+
+    def _problem(self, wire: api.GenerateRequest, prompt: list[int]) -> tuple[str, str] | None:
+        if wire.grammar is not None and (found := self.grammar_check(wire.grammar)) is not None:
+            return found
+        limit = self._shape[1]
+        if len(prompt) + wire.sampling.max_new_tokens > limit:
+            return "context_too_long", f"token_ids: {len(prompt)} tokens and max_new > {limit}"
+        return None
+
+    def _attach(self, peer: bytes, message: api.AttachRequest) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None:
+            unknown = api.Finished(
+                request_id=message.request_id,
+                reason=api.FinishReason.ERROR,
+                num_output_tokens=0,
+                error_code="unknown_request",
+                error_message=f"request_id = {message.request_id!r}: not known",
+            )
+            self._send([peer], unknown)
+            return
+        if peer not in request.peers:
+            request.peers.append(peer)
+        self._send([peer], api.Started(request_id=message.request_id, cache=request.cache))
+        rest = request.output[message.from_output :]
+        if rest:
+            tokens = api.Tokens(
+                request_id=message.request_id, start=message.from_output, token_ids=pack_ids(rest)
+            )
+            self._send([peer], tokens)
+        if request.finished is not None:
+            self._send([peer], request.finished)
+
+    def _sample_due(self) -> None:
+        now_s = time.monotonic()
+        for request in list(self._requests.values()):
+            if request.finished is None and request.due_s <= now_s:
+                self._sample(request)
+                request.due_s = now_s + (1 / self.tokens_per_s if self.tokens_per_s else 0.0)
+
+    def _sample(self, request: _Request) -> None:
+        sampling = request.wire.sampling
+        position = len(request.output)
+        if position < len(request.planned):
+            token_id = request.planned[position]
+            request.output.append(token_id)
+            self._num_tokens += 1
+            logprobs = None
+            if sampling.num_logprobs >= 0:
+                tops = sampling.num_logprobs
+                logprobs = (
+                    api.TokenLogprobs(
+                        logprob=-0.5,
+                        top_ids=tuple(range(token_id, token_id + tops)),
+                        top_logprobs=tuple(-0.5 - i for i in range(tops)),
+                    ),
+                )
+            tokens = api.Tokens(
+                request_id=request.wire.request_id,
+                start=position,
+                token_ids=pack_ids([token_id]),
+                logprobs=logprobs,
+            )
+            self._send(request.peers, tokens)
+            is_stop = token_id in sampling.stop_token_ids or (
+                token_id == self.eos_id and not sampling.ignore_eos
+            )
+            if is_stop:
+                self._finish(request, api.FinishReason.STOP, stop_token_id=token_id)
+                return
+        if len(request.output) >= sampling.max_new_tokens:
+            self._finish(request, api.FinishReason.LENGTH)
+        elif len(request.output) >= len(request.planned):
+            self._finish(request, api.FinishReason.STOP)
+
+    def _finish(
+        self,
+        request: _Request,
+        reason: api.FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        code: str | None = None,
+        text: str | None = None,
+    ) -> None:
+        hashes: list[bytes] = []
+        held: list[int] = []
+        if reason is not api.FinishReason.ERROR:
+            held = (request.prompt + request.output)[: -1 if request.output else None]
+            hashes = self._store(held, request.wire.salt)
+        request.finished = api.Finished(
+            request_id=request.wire.request_id,
+            reason=reason,
+            num_output_tokens=len(request.output),
+            stop_token_id=stop_token_id,
+            num_cached_tokens=len(held),
+            page_hashes=b"".join(hashes),
+            error_code=code,
+            error_message=text,
+        )
+        self._send(request.peers, request.finished)
+
+    # The pretended cache ------------------------------------------------------------------
+
+    def _hit(self, ids: list[int], salt: str, most: int) -> api.CacheHit:
+        best = 0
+        for sequence in self._cached.get(salt, []):
+            length = 0
+            for a, b in zip(sequence, ids, strict=False):
+                if a != b:
+                    break
+                length += 1
+            best = max(best, length)
+        best = min(best, most)
+        return api.CacheHit(l1=best, to_compute=len(ids) - best)
+
+    def _store(self, ids: list[int], salt: str) -> list[bytes]:
+        self._cached.setdefault(salt, []).append(ids)
+        page_size = self._shape[2]
+        parent = hashlib.sha256(salt.encode()).digest()[:16]
+        hashes: list[bytes] = []
+        events: list[api.KvEvent] = []
+        for start in range(0, len(ids) - page_size + 1, page_size):
+            page = parent + pack_ids(ids[start : start + page_size])
+            page_hash = hashlib.sha256(page).digest()[:16]
+            event = api.KvEvent(
+                kind="stored",
+                tier="l1",
+                page_hash=page_hash,
+                parent_hash=parent,
+                num_tokens=page_size,
+            )
+            events.append(event)
+            hashes.append(page_hash)
+            parent = page_hash
+        if events:
+            self._send(list(self._kv_peers), api.KvEventBatch(events=tuple(events)))
+        return hashes
+
+    def _stats(self) -> dict[str, float]:
+        running = sum(r.finished is None for r in self._requests.values())
+        num_pages = self._shape[3]
+        return {
+            "running": running,
+            "waiting": 0,
+            "num_pages": num_pages,
+            "free_pages": num_pages,
+            "owned_pages": 0,
+            "cached_pages": 0,
+            "output_tokens": self._num_tokens,
+        }
