@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages to token ids through the model's own chat template, whole or only what is new.
+
+Text of a client never becomes a control token (control_safety). `render_append` renders new
+messages behind a placeholder conversation, so its cost does not grow with the history.
+Does not know: HTTP, sessions, tool schemas; a tool is whatever JSON the template takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from engine.text.control_safety import Neutraliser, choose_sentinel, strings_in
+from engine.text.errors import MessageShapeError, TemplateRenderError
+from engine.text.template_env import TemplateRefusal, compile_template
+from engine.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+# Placeholder texts: letters only, so that no template reads anything into them.
+_USER_MARK = "Qplaceholderuserq"
+_ASSISTANT_MARK = "Qplaceholderassistantq"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "qprobetoolq",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+
+
+class ChatTemplate:
+    """A compiled template bound to its tokenizer.
+
+    Args:
+        source: the Jinja text.
+        variables: what the template may refer to besides the messages (bos_token, ...).
+    """
+
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raises ChatTemplateError where the template does not compile."""
+        self.source = source
+        self._tokenizer = tokenizer
+        self._template = compile_template(source)
+        self._variables = dict(variables or {})
+        added = tokenizer.added_tokens
+        self._guard_all = Neutraliser(added)
+        # What an assistant wrote may hold markup tokens: they were its own tokens.
+        self._guard_control = Neutraliser(t for t, token in added.items() if not token.is_markup)
+        self._sends_string_arguments = self._probe_string_arguments()
+        self.supports_tools = self._probe_tools()
+        self.end_token_id = self._probe_end_token()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Ids of a whole conversation.
+
+        Raises:
+            MessageShapeError: a message without a role, or with content that is not text.
+            TemplateRenderError: the template refused the messages.
+        """
+        sentinel, text = self._render_guarded(messages, tools, add_generation_prompt, kwargs)
+        return self._tokenizer.encode_with_control(text, drop=sentinel)
+
+    def render_append(
+        self,
+        before: Sequence[str],
+        new_messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        assistant_closed: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Ids to put behind a history of token ids, so that the sum reads as a full render.
+
+        Args:
+            before: roles of the messages already in the history; only the last one counts.
+            new_messages: what is new; may be empty, to close the history or to ask for a turn.
+            assistant_closed: where the history ends in an assistant turn: its last id is the
+                end-of-turn token. False: the turn was cut short, and is closed here first.
+            tools: give them only where the template refuses tool results without.
+
+        Raises:
+            MessageShapeError, TemplateRenderError: as `render`.
+        """
+        if not before:
+            return self.render(
+                new_messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
+            )
+        options = (tools, add_generation_prompt, kwargs)
+        if before[-1] == "assistant":
+            sentinel, rest = self._after_assistant(new_messages, options)
+            rest = self._without_end_token(rest) if assistant_closed else rest
+        else:
+            sentinel, rest = self._after_message(before[-1], new_messages, options)
+        return self._tokenizer.encode_with_control(rest, drop=sentinel)
+
+    def _after_assistant(
+        self, new_messages: Sequence[Message], options: tuple[Any, ...]
+    ) -> tuple[str, str]:
+        """(sentinel, text behind the content of a placeholder assistant turn)."""
+        mark = _unused_mark(_ASSISTANT_MARK, [*new_messages, options[0], options[2]])
+        user = {"role": "user", "content": _USER_MARK}
+        plain = {"role": "assistant", "content": mark}
+        try:
+            sentinel, text = self._render_guarded([user, plain, *new_messages], *options)
+        except TemplateRenderError:
+            # Some templates take a tool result only behind a call.
+            called = [user, _placeholder_call(new_messages, mark), *new_messages]
+            sentinel, text = self._render_guarded(called, *options)
+            return sentinel, self._from_end_token(_behind(text, mark))
+        return sentinel, _behind(text, mark)
+
+    def _after_message(
+        self, role: str, new_messages: Sequence[Message], options: tuple[Any, ...]
+    ) -> tuple[str, str]:
+        """(sentinel, text behind a whole placeholder message of this role)."""
+        opening: list[Message] = []
+        if role != "system":
+            opening = [
+                {"role": "user", "content": _USER_MARK},
+                {"role": "assistant", "content": _ASSISTANT_MARK},
+            ]
+        mark = _unused_mark("Qplaceholderlastq", [*new_messages, *options])
+        last = [*opening, {"role": role, "content": mark}]
+        tools, _, kwargs = options
+        closed = _behind(self._render_guarded(last, tools, False, kwargs)[1], mark)
+        sentinel, text = self._render_guarded([*last, *new_messages], *options)
+        rest = _behind(text, mark)
+        if rest.startswith(closed):
+            return sentinel, rest[len(closed) :]
+        # The template folds the new message into the one before, which is already in the
+        # history as a whole: the new one then stands as a group of its own.
+        sentinel, rest = self._after_assistant(new_messages, options)
+        return sentinel, self._without_end_token(rest).lstrip("\n")
+
+    def _without_end_token(self, text: str) -> str:
+        """What follows the token that ends the turn."""
+        end_text = self._end_text()
+        _, found, rest = text.partition(end_text) if end_text else ("", "", "")
+        return rest if found else text
+
+    def _from_end_token(self, text: str) -> str:
+        """The text from the token that ends the turn on, without what a call printed."""
+        end_text = self._end_text()
+        _, found, rest = text.partition(end_text) if end_text else ("", "", "")
+        return found + rest if found else text
+
+    def _end_text(self) -> str:
+        if self.end_token_id is None:
+            return ""
+        return self._tokenizer.token_bytes(self.end_token_id, with_control=True).decode()
+
+    def _render_guarded(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> tuple[str, str]:
+        """(sentinel, rendered text with sentinels)."""
+        shaped = [self._shape(message, index) for index, message in enumerate(messages)]
+        payload = [shaped, list(tools or []), kwargs]
+        sentinel = choose_sentinel([self.source, *strings_in(payload)])
+        guarded = [
+            (self._guard_control if m["role"] == "assistant" else self._guard_all).apply(
+                m, sentinel
+            )
+            for m in shaped
+        ]
+        return sentinel, self._render_text(
+            messages=guarded,
+            tools=self._guard_all.apply(list(tools), sentinel) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            **self._guard_all.apply(dict(kwargs), sentinel),
+        )
+
+    def _guard_of(self, message: Message) -> Neutraliser:
+        return self._guard_control if message["role"] == "assistant" else self._guard_all
+
+    def _render_text(self, **variables: Any) -> str:
+        try:
+            return self._template.render({"documents": None, **self._variables, **variables})
+        except TemplateRefusal as error:
+            raise TemplateRenderError(f"messages: the chat template refuses: {error}") from error
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise TemplateRenderError(
+                f"messages: the chat template failed: {type(error).__name__}: {error}"
+            ) from error
+
+    def _shape(self, message: Message, index: int) -> dict[str, Any]:
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise MessageShapeError(f"messages[{index}].role: {role!r}; allowed: a role name")
+        if content is not None and not isinstance(content, str):
+            raise MessageShapeError(
+                f"messages[{index}].content: {type(content).__name__}; allowed: text or null"
+            )
+        shaped = {**message, "content": content or ""}
+        calls = message.get("tool_calls")
+        if calls and not self._sends_string_arguments:
+            shaped["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        return shaped
+
+    def _probe_string_arguments(self) -> bool:
+        """Whether call arguments given as text come out as that very text."""
+        text = '{"q":  "probe"}'
+        call = {"type": "function", "function": {"name": "f", "arguments": text}, "id": "call00000"}
+        messages = [
+            {"role": "user", "content": _USER_MARK},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        try:
+            return text in self._render_text(
+                messages=messages, tools=None, add_generation_prompt=False
+            )
+        except TemplateRenderError:
+            return False
+
+    def _probe_tools(self) -> bool:
+        messages = [{"role": "user", "content": _USER_MARK}]
+        try:
+            text = self._render_text(
+                messages=messages, tools=[_PROBE_TOOL], add_generation_prompt=True
+            )
+        except TemplateRenderError:
+            return False
+        return "qprobetoolq" in text
+
+    def _probe_end_token(self) -> int | None:
+        """The control token behind an assistant's content, if the template has one."""
+        messages = [
+            {"role": "user", "content": _USER_MARK},
+            {"role": "assistant", "content": _ASSISTANT_MARK},
+        ]
+        try:
+            text = self._render_text(messages=messages, tools=None, add_generation_prompt=False)
+            ids = self._tokenizer.encode_with_control(_behind(text, _ASSISTANT_MARK))
+        except TemplateRenderError:
+            return None
+        return next((i for i in ids if i in self._tokenizer.control_ids), None)
+
+
+def _unused_mark(mark: str, payload: Sequence[Any]) -> str:
+    """The mark, lengthened until no string of a client holds it."""
+    strings = list(strings_in(payload))
+    while any(mark in text for text in strings):
+        mark += "q"
+    return mark
+
+
+def _behind(text: str, mark: str) -> str:
+    _, found, rest = text.partition(mark)
+    if not found:
+        raise TemplateRenderError(
+            "messages: the chat template leaves out the text of a message, so new messages "
+            "cannot be rendered behind a history"
+        )
+    return rest
+
+
+def _placeholder_call(new_messages: Sequence[Message], mark: str) -> Message:
+    """An assistant turn whose calls are those the new tool results answer."""
+    results = [message for message in new_messages if message.get("role") == "tool"]
+    calls = [
+        {
+            "id": result.get("tool_call_id", "call00000"),
+            "type": "function",
+            "function": {"name": result.get("name", "f"), "arguments": {"a": mark}},
+        }
+        for result in results
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as an object, for templates that print them through tojson."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return dict(call)
+    return {**call, "function": {**function, "arguments": arguments}}
