@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a session store promises; one contract, several implementations.
+
+Does not know: what a turn means (sessions.session decides), nor replay buffers (the appliance).
+
+The promises:
+  - a call that returned is durable: it survives kill -9 of this process and of the server;
+  - a write compares the stored `version` with the one of the session it is given, and raises
+    `VersionConflict` where they differ; it returns the session as stored (version + 1);
+  - a write happens wholly or not at all, together with its records, key and references;
+  - repeating a write with the same turn or record id changes nothing and says so;
+  - `StoreUnavailable` leaves open whether the write happened: repeat it with the same ids.
+
+Write order of a turn: `begin_turn` stores the pending turn and its idempotency key, then either
+`commit_turn` (it becomes history) or `end_turn` (it is kept for its readers, not as history).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sessions.session import Session
+from sessions.turn_log import PendingTurn, Record, TurnLog
+
+MAX_LIST_LIMIT = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListQuery:
+    """Newest first unless `ascending`; `after` is the id of the last session seen."""
+
+    tenant: str | None = None  # None: every tenant (admin)
+    after: str | None = None
+    limit: int = 20
+    status: str | None = None
+    parent_session_id: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    ascending: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionPage:
+    sessions: tuple[Session, ...]
+    has_more: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnClaim:
+    """`created`: this call's turn runs now. Else the key names an earlier turn: attach to it."""
+
+    created: bool
+    turn_id: str
+    session: Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyMatch:
+    """An idempotency key that is known: which turn it started, and whether the body is the same."""
+
+    turn_id: str
+    same_body: bool
+    created_at_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantUsage:
+    num_sessions: int = 0
+    num_tokens: int = 0  # of token history, forks counted in full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreHealth:
+    """`warnings` say what makes the store less durable than promised."""
+
+    ok: bool
+    kind: str
+    detail: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+class SessionStore(Protocol):
+    """Every method may raise `StoreUnavailable`; writes may raise `StoreFull`."""
+
+    async def open(self) -> None:
+        """Connect, migrate the schema, prove that a write works. Raises `StoreError`."""
+
+    async def close(self) -> None:
+        """Finish the writes in progress and let go; idempotent."""
+
+    async def health(self) -> StoreHealth:
+        """Answer from a real round trip; never raises."""
+
+    async def create(self, session: Session, records: Sequence[Record] = ()) -> Session:
+        """Store a new session and the first records of its log. Raises `SessionExists`."""
+
+    async def create_many(
+        self, children: Sequence[tuple[Session, Sequence[Record]]]
+    ) -> tuple[Session, ...]:
+        """Store all of them or none (a fork's children). Raises `SessionExists`,
+        `SessionNotFound` where records they share are gone."""
+
+    async def get(self, session_id: str, *, tenant: str | None = None) -> Session:
+        """Raises `SessionNotFound`, also for another tenant's session."""
+
+    async def list(self, query: ListQuery) -> SessionPage:
+        """Raises `SettingError` for a limit or status out of range."""
+
+    async def update(self, session: Session) -> Session:
+        """Store changed fields; the history stays. Raises `VersionConflict`, `SessionNotFound`."""
+
+    async def delete(self, session_id: str, *, version: int | None = None) -> bool:
+        """Delete the session and the records nobody else shares; False if it was gone.
+
+        With `version`: only if it is still the stored one, else `VersionConflict`.
+        """
+
+    async def begin_turn(self, session: Session, turn: PendingTurn) -> TurnClaim:
+        """Store the claimed session and its pending turn.
+
+        If the turn's idempotency key is known, nothing is written and the claim names that turn;
+        with another body hash it raises `IdempotencyKeyReused`. Raises `VersionConflict`.
+        """
+
+    async def commit_turn(self, session: Session, record: Record) -> Session:
+        """Append the turn's record; the pending turn ends. Repeating it is harmless."""
+
+    async def end_turn(self, session: Session, record: Record) -> Session:
+        """Keep an uncommitted turn's outcome; the pending turn ends. Repeating it is harmless."""
+
+    async def append_record(self, session: Session, record: Record) -> Session:
+        """Append a record that is no turn. Repeating it is harmless."""
+
+    async def replace_history(self, session: Session, records: Sequence[Record]) -> Session:
+        """Move the session to its new log (rollback, compaction); release what it left behind."""
+
+    async def read_log(self, session: Session) -> TurnLog:
+        """The records of this session as of this value of it. Raises `SessionNotFound`."""
+
+    async def read_tokens(self, session: Session) -> bytes:
+        """The exact token history, int32 bytes; cheaper than `read_log` when not cached."""
+
+    async def read_turn(self, session: Session, turn_id: str) -> PendingTurn | Record:
+        """A pending, committed or uncommitted turn. Raises `TurnNotFound`."""
+
+    async def pending_turns(self) -> tuple[PendingTurn, ...]:
+        """Every turn that was begun and has not ended (to attach to after a restart)."""
+
+    async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
+        """Look an idempotency key up; None if unknown."""
+
+    async def forget_keys(self, now_ms: int) -> int:
+        """Drop idempotency keys older than their retention; returns how many."""
+
+    async def due(self, now_ms: int, limit: int) -> tuple[Session, ...]:
+        """Sessions whose `expires_at_ms` has come, longest overdue first."""
+
+    async def tenant_usage(self, tenant: str) -> TenantUsage:
+        """Counts over the tenant's stored sessions."""
