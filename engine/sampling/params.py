@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sampler needs to know of a request and of a step; and the random numbers it draws.
+
+Randomness is a pure function of (seed, output position): Philox4x32-10, so a token does not depend
+on the batch it was sampled in, nor on which life of its request sampled it. Does not know: the
+wire, the scheduler, which of a request's tokens were prompt.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011 (Philox).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.api import TokenLogprobs
+from engine.sampling.penalties import Penalties
+
+# Below this the distribution is its maximum to fp32 precision: such rows are greedy.
+MIN_TEMPERATURE = 1e-5
+
+_NO_IDS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RowSampling:
+    """How to sample one request. Built by the loop; after that the executor's thread owns it."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    num_logprobs: int = -1
+    penalties: Penalties | None = None
+    bias_ids: NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)
+    bias: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    banned_ids: NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)
+    # Banned too while fewer than min_new_tokens were sampled.
+    stop_ids: NDArray[np.int64] = field(default_factory=lambda: _NO_IDS)
+    min_new_tokens: int = 0
+
+    @property
+    def is_greedy(self) -> bool:
+        """The likeliest token, always."""
+        return self.temperature < MIN_TEMPERATURE
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SampleBatch:
+    """The rows of a step that sample, in the order of its logits [S, vocab].
+
+    `bitmask` [S, ceil(vocab / 32)] int32 is filled by the loop while the forward runs; nobody
+    reads it before `mask_ready` is set. Rows without a grammar hold -1 (everything allowed).
+    """
+
+    rows: Sequence[RowSampling]
+    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]  # output tokens of the request before this one
+    bitmask: NDArray[np.int32] | None = None
+    mask_ready: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One token per row of a SampleBatch; -1 where the row's logits allowed none (NaN, inf)."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: dict[int, TokenLogprobs]  # by row, for rows that asked
+
+
+_MASK32 = np.uint64(0xFFFFFFFF)
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_SHIFT32 = np.uint64(32)
+
+
+def philox4x32(
+    counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]
+) -> list[NDArray[np.uint64]]:
+    """Ten rounds of Philox4x32; every array holds 32-bit words in uint64, one per stream."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for round_index in range(_ROUNDS):
+        if round_index:
+            k0 = (k0 + np.uint64(_WEYL[0])) & _MASK32
+            k1 = (k1 + np.uint64(_WEYL[1])) & _MASK32
+        product0 = _MULTIPLIERS[0] * c0
+        product1 = _MULTIPLIERS[1] * c2
+        c0, c1, c2, c3 = (
+            (product1 >> _SHIFT32) ^ c1 ^ k0,
+            product1 & _MASK32,
+            (product0 >> _SHIFT32) ^ c3 ^ k1,
+            product0 & _MASK32,
+        )
+    return [c0, c1, c2, c3]
+
+
+def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """One number in [0, 1) per (seed, output position), 53 bits each."""
+    zero = np.zeros_like(seeds)
+    place = positions.astype(np.uint64)
+    counter = [place & _MASK32, place >> _SHIFT32, zero, zero]
+    words = philox4x32(counter, [seeds & _MASK32, seeds >> _SHIFT32])
+    high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
+    result: NDArray[np.float64] = (high * np.float64(1 << 26) + low) / np.float64(1 << 53)
+    return result
