@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from sessions.session import Session
+from sessions.errors import SettingError
+from sessions.session import STATUSES, Session
 from sessions.turn_log import PendingTurn, Record, TurnLog
 
 MAX_LIST_LIMIT = 1000
@@ -158,3 +159,21 @@ class SessionStore(Protocol):
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         """Counts over the tenant's stored sessions."""
+
+
+def validate_query(query: ListQuery) -> None:
+    """Raise `SettingError` for a limit or a status out of range."""
+    if not 1 <= query.limit <= MAX_LIST_LIMIT:
+        raise SettingError(
+            f"limit: expected 1 to {MAX_LIST_LIMIT}, got {query.limit}", param="limit"
+        )
+    if query.status is not None and query.status not in STATUSES:
+        raise SettingError(
+            f"status: expected one of {', '.join(STATUSES)}, got {query.status!r}", param="status"
+        )
+
+
+def check_records(session: Session, records: Sequence[Record]) -> None:
+    """Raise ValueError unless these are the records that `session` was made with."""
+    if session.log_len != len(records):
+        raise ValueError(f"records: {len(records)} for a session with {session.log_len}")

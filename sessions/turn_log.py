@@ -183,6 +183,14 @@ class TurnLog:
                 return record.assistant_closed
         return True
 
+    def extended(self, *records: Record) -> TurnLog:
+        """This log and `records` behind it; joins no ids again that are joined already."""
+        log = TurnLog(self.records + records)
+        if "token_ids" in self.__dict__:
+            added = b"".join(record.token_ids for record in records)
+            log.__dict__["token_ids"] = self.token_ids + added
+        return log
+
     def find(self, record_id: str) -> Record | None:
         """The record with this id, or None."""
         return next((r for r in reversed(self.records) if r.id == record_id), None)

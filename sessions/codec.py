@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions, records and pending turns as bytes at rest (msgpack; token ids packed apart).
+
+Does not know: tables or keys. A field that is added with a default reads back from old bytes; one
+that is renamed or removed needs a migration of the store's schema.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from sessions import token_codec
+from sessions.errors import StoreCorrupt
+from sessions.session import Session
+from sessions.settings import SessionSettings
+from sessions.turn_log import PendingTurn, Record
+
+_encoder = msgspec.msgpack.Encoder()
+_session_decoder = msgspec.msgpack.Decoder(Session)
+_settings_decoder = msgspec.msgpack.Decoder(SessionSettings)
+_record_decoder = msgspec.msgpack.Decoder(Record)
+_pending_decoder = msgspec.msgpack.Decoder(PendingTurn)
+_NO_SETTINGS = SessionSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRecord:
+    """`tokens`: packed ids of input and output together; `input_len` of them are the input's."""
+
+    tokens: bytes
+    input_len: int
+    body: bytes
+
+
+def encode_session(session: Session) -> bytes:
+    """The session without its settings: those are large and change rarely."""
+    return _encoder.encode(replace(session, settings=_NO_SETTINGS))
+
+
+def encode_settings(settings: SessionSettings) -> bytes:
+    return _encoder.encode(settings)
+
+
+def decode_session(body: bytes, settings: bytes) -> Session:
+    """Raises `StoreCorrupt`."""
+    try:
+        session = _session_decoder.decode(body)
+        return replace(session, settings=_settings_decoder.decode(settings))
+    except msgspec.MsgspecError as error:
+        raise StoreCorrupt(f"a stored session does not decode: {error}") from error
+
+
+def encode_record(record: Record) -> StoredRecord:
+    body = _encoder.encode(replace(record, input_token_ids=b"", output_token_ids=b""))
+    input_len = token_codec.count(record.input_token_ids)
+    return StoredRecord(token_codec.pack(record.token_ids), input_len, body)
+
+
+def decode_record(stored: StoredRecord) -> Record:
+    """Raises `StoreCorrupt`."""
+    try:
+        record = _record_decoder.decode(stored.body)
+    except msgspec.MsgspecError as error:
+        raise StoreCorrupt(f"a stored record does not decode: {error}") from error
+    token_ids = token_codec.unpack(stored.tokens)
+    input_end = stored.input_len * token_codec.TOKEN_BYTES
+    return replace(
+        record, input_token_ids=token_ids[:input_end], output_token_ids=token_ids[input_end:]
+    )
+
+
+def encode_pending(turn: PendingTurn) -> bytes:
+    return _encoder.encode(turn)
+
+
+def decode_pending(body: bytes) -> PendingTurn:
+    """Raises `StoreCorrupt`."""
+    try:
+        return _pending_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise StoreCorrupt(f"a stored pending turn does not decode: {error}") from error
