@@ -66,7 +66,7 @@ def _fifth_bits(packed: Bytes) -> NDArray[np.uint8]:
 
 
 def _f32(blocks: Bytes) -> Floats:
-    return blocks.view("<f4")
+    return blocks.view("<f4").copy()
 
 
 def _f16(blocks: Bytes) -> Floats:

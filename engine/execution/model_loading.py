@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to a model in memory: which file, which dtype, which weight form.
+
+Does not know: KV pools, steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.models.config import (
+    DecoderConfig,
+    decoder_config_from_gguf,
+    decoder_config_from_hf,
+)
+from engine.models.llama import LlamaForCausalLM, LoadOptions
+from engine.models.registry import model_class
+from engine.weights.gguf import open_gguf
+from engine.weights.gguf_weights import GgufWeights
+from engine.weights.hf import HfWeights
+from engine.weights.reader import RandomWeights, WeightReader
+from engine.weights.source import ModelKind, ModelSource, resolve_model
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_KIND_OF_FORMAT = {"gguf": ModelKind.GGUF, "safetensors": ModelKind.HF}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    model: LlamaForCausalLM
+    dtype_name: str  # of activations and KV: float32 | bfloat16
+    weights_name: str  # packed | dequantized
+    max_context_len: int
+    source_name: str
+    weights_fingerprint: str
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Load the weights a configuration names.
+
+    Raises:
+        ModelError: the model is missing, damaged or not supported.
+        ConfigError: `load_format` or `max_context_len` does not fit the model.
+    """
+    source = resolve_model(config.model)
+    expected = _KIND_OF_FORMAT.get(config.load_format)
+    if expected is not None and expected is not source.kind:
+        raise ConfigError(
+            "engine.load_format", config.load_format, f"what {source.path} is: {source.kind}"
+        )
+    decoder, reader = _open(source)
+    if config.load_format == "dummy":
+        reader = RandomWeights()
+    max_context_len = config.max_context_len or decoder.max_context_len
+    if max_context_len > decoder.max_context_len:
+        raise ConfigError(
+            "engine.max_context_len",
+            config.max_context_len,
+            f"up to {decoder.max_context_len}, what the model was trained for",
+        )
+    dtype_name, keep_packed = choose_precision(config)
+    options = LoadOptions(
+        dtype=_DTYPES[dtype_name], keep_packed=keep_packed, max_positions=max_context_len
+    )
+    return LoadedModel(
+        model=model_class(decoder.architecture).load(decoder, reader, options),
+        dtype_name=dtype_name,
+        weights_name="packed" if keep_packed else "dequantized",
+        max_context_len=max_context_len,
+        source_name=source.path.name,
+        weights_fingerprint=source.fingerprint(),
+    )
+
+
+def choose_precision(config: EngineConfig) -> tuple[str, bool]:
+    """(dtype name, whether weights stay in their low-bit blocks) after resolving `auto`."""
+    dtype_name = "float32" if config.dtype == "auto" else config.dtype
+    return dtype_name, config.weights == "packed"
+
+
+def _open(source: ModelSource) -> tuple[DecoderConfig, WeightReader]:
+    if source.kind is ModelKind.HF:
+        return decoder_config_from_hf(source.path), HfWeights(source.path)
+    file = open_gguf(source.path)
+    decoder = decoder_config_from_gguf(file.metadata, file.tensors)
+    return decoder, GgufWeights(file, decoder.head_dim)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the model and its KV pool, and runs one step of it (the ModelRunner of batch.py).
+
+Does not know: requests, scheduling, sampling. One worker thread may call `forward`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+
+import torch
+
+from engine.config import EngineConfig
+from engine.execution.batch import ForwardBatch
+from engine.execution.memory import free_host_bytes
+from engine.execution.model_loading import LoadedModel, load_model
+from engine.models.llama import LlamaForCausalLM
+from kernels.llama_stack import PagedRows
+from kernels.ops.page_copy import copy_pages
+from kvtiers.config import DevicePoolConfig
+from kvtiers.device_pool import DevicePool, count_pages
+from kvtiers.layout import PageLayout
+
+logger = logging.getLogger(__name__)
+
+
+class PagedModelRunner:
+    """A model over one pool. `next_input_ids` int32 [max_slots] is the sampler's to write."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        pool: DevicePool,
+        *,
+        max_slots: int,
+        max_context_len: int,
+        model_fingerprint: str,
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self.vocab_size = model.config.vocab_size
+        self.max_context_len = max_context_len
+        self.page_size = pool.layout.page_size
+        self.num_pages = pool.num_pages
+        self.model_fingerprint = model_fingerprint
+        self.next_input_ids = torch.zeros(max_slots, dtype=torch.int32)
+
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """The pool's tensor [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]."""
+        return self._pool.kv
+
+    @property
+    def layout(self) -> PageLayout:
+        return self._pool.layout
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Write the step's KV and return logits fp32 [S, vocab_size]; a new tensor each step.
+
+        Raises:
+            KernelInputError: shapes disagree or an id is outside the vocabulary.
+        """
+        with torch.inference_mode():
+            if batch.page_copies.shape[0]:
+                copy_pages(self._pool.kv, batch.page_copies)
+            rows = PagedRows(
+                positions=batch.positions,
+                slot_mapping=batch.slot_mapping,
+                row_indptr=batch.row_indptr,
+                row_slots=batch.row_slots,
+                seq_lens=batch.seq_lens,
+                page_table=batch.page_table,
+                page_size=self.page_size,
+            )
+            return self._model.forward(
+                self._resolved_ids(batch), rows, self._pool.kv, batch.sample_rows
+            )
+
+    def _resolved_ids(self, batch: ForwardBatch) -> torch.Tensor:
+        """input_ids with every -1 replaced by the id last sampled in the row's slot."""
+        is_pending = batch.input_ids < 0
+        if not bool(is_pending.any()):
+            return batch.input_ids
+        row_lens = batch.row_indptr.diff()
+        token_slots = batch.row_slots.repeat_interleave(row_lens).long()
+        return torch.where(is_pending, self.next_input_ids[token_slots], batch.input_ids)
+
+
+def build_model_runner(config: EngineConfig) -> PagedModelRunner:
+    """Load the model a configuration names and give it a KV pool.
+
+    Raises:
+        ModelError: the model is missing, damaged or not supported.
+        ConfigError: a setting does not fit the model.
+        PoolTooSmallError: memory does not hold one request of `max_context_len` tokens.
+    """
+    started = time.monotonic()
+    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    loaded = load_model(config)
+    model = loaded.model
+    layout = PageLayout(
+        num_layers=model.config.num_layers,
+        page_size=config.page_size,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        dtype=loaded.dtype_name,
+    )
+    num_pages = count_pages(
+        DevicePoolConfig(pool_tokens=config.kv_pool_tokens),
+        layout,
+        free_bytes=free_host_bytes(),
+        max_context_len=loaded.max_context_len,
+    )
+    runner = PagedModelRunner(
+        model,
+        DevicePool(layout, num_pages, torch.device("cpu")),
+        max_slots=config.max_slots,
+        max_context_len=loaded.max_context_len,
+        model_fingerprint=_fingerprint(loaded, layout),
+    )
+    logger.info(
+        "model ready: %s dtype=%s weights=%s kv_pages=%d page_size=%d load_s=%.2f",
+        loaded.source_name,
+        loaded.dtype_name,
+        loaded.weights_name,
+        num_pages,
+        config.page_size,
+        time.monotonic() - started,
+    )
+    return runner
+
+
+def _fingerprint(loaded: LoadedModel, layout: PageLayout) -> str:
+    """Changes with anything that changes the KV a token gets."""
+    parts = (loaded.weights_fingerprint, loaded.weights_name, layout.fingerprint())
+    return hashlib.sha256(";".join(parts).encode()).hexdigest()[:32]

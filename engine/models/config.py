@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of a decoder, read from GGUF metadata or a Hugging Face config.json. Torch-free.
+
+Does not know: tensors, kernels. What a config asks for and we do not have is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.weights.errors import ModelFormatError, UnsupportedModelError
+
+_ROPE_KINDS = ("default", "linear", "llama3")
+_HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding. `factor` and those after it are used by kinds linear and llama3."""
+
+    theta: float
+    kind: str = "default"  # default | linear | llama3
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context_len: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderConfig:
+    """A dense llama-type decoder."""
+
+    architecture: str
+    num_layers: int
+    hidden: int
+    ffn: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context_len: int
+    rms_eps: float
+    rope: RopeConfig
+    is_tied: bool  # the output head is the embedding
+
+
+def decoder_config_from_gguf(
+    metadata: Mapping[str, Any], tensor_names: Mapping[str, Any]
+) -> DecoderConfig:
+    """Read `llama.*` metadata.
+
+    Raises:
+        UnsupportedModelError: another architecture, or a rope scaling we do not have.
+        ModelFormatError: a key is missing.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise UnsupportedModelError(f"general.architecture is {architecture!r}; supported: 'llama'")
+    hidden, num_heads = (
+        int(_gguf_key(metadata, key)) for key in ("embedding_length", "attention.head_count")
+    )
+    head_dim = int(metadata.get("llama.attention.key_length", hidden // num_heads))
+    rope_dim = int(metadata.get("llama.rope.dimension_count", head_dim))
+    if rope_dim != head_dim:
+        raise UnsupportedModelError(
+            f"llama.rope.dimension_count is {rope_dim}; supported: head_dim ({head_dim})"
+        )
+    return DecoderConfig(
+        architecture="LlamaForCausalLM",
+        num_layers=int(_gguf_key(metadata, "block_count")),
+        hidden=hidden,
+        ffn=int(_gguf_key(metadata, "feed_forward_length")),
+        num_heads=num_heads,
+        num_kv_heads=int(metadata.get("llama.attention.head_count_kv", num_heads)),
+        head_dim=head_dim,
+        vocab_size=int(metadata.get("llama.vocab_size") or len(metadata["tokenizer.ggml.tokens"])),
+        max_context_len=int(_gguf_key(metadata, "context_length")),
+        # Stored as fp32: 9.999999747378752e-06 is meant as 1e-05.
+        rms_eps=float(f"{_gguf_key(metadata, 'attention.layer_norm_rms_epsilon'):.6g}"),
+        rope=_gguf_rope(metadata),
+        is_tied="output.weight" not in tensor_names,
+    )
+
+
+def decoder_config_from_hf(directory: Path) -> DecoderConfig:
+    """Read config.json of a Hugging Face directory.
+
+    Raises:
+        UnsupportedModelError: an architecture or feature we do not have, named.
+        ModelFormatError: the file is damaged or a key is missing.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelFormatError(f"{path}: not JSON: {error}") from None
+    architectures = config.get("architectures") or [None]
+    if architectures[0] not in _HF_ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{path}: architectures is {architectures!r}; supported: {', '.join(_HF_ARCHITECTURES)}"
+        )
+    _refuse_unknown_features(config, path)
+    try:
+        num_heads = int(config["num_attention_heads"])
+        return DecoderConfig(
+            architecture="LlamaForCausalLM",
+            num_layers=int(config["num_hidden_layers"]),
+            hidden=int(config["hidden_size"]),
+            ffn=int(config["intermediate_size"]),
+            num_heads=num_heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
+            head_dim=int(config.get("head_dim") or config["hidden_size"] // num_heads),
+            vocab_size=int(config["vocab_size"]),
+            max_context_len=int(config["max_position_embeddings"]),
+            rms_eps=float(config["rms_norm_eps"]),
+            rope=_hf_rope(config, path),
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+        )
+    except KeyError as error:
+        raise ModelFormatError(f"{path}: key {error} is missing") from None
+
+
+def _gguf_key(metadata: Mapping[str, Any], key: str) -> Any:
+    value = metadata.get(f"llama.{key}")
+    if value is None:
+        raise ModelFormatError(f"GGUF metadata: key 'llama.{key}' is missing")
+    return value
+
+
+def _gguf_rope(metadata: Mapping[str, Any]) -> RopeConfig:
+    kind = metadata.get("llama.rope.scaling.type", "none")
+    if kind not in ("none", "linear"):
+        raise UnsupportedModelError(
+            f"llama.rope.scaling.type is {kind!r}; supported: 'none', 'linear', "
+            "and the factors of a rope_freqs tensor"
+        )
+    return RopeConfig(
+        theta=float(metadata.get("llama.rope.freq_base", 10000.0)),
+        kind="linear" if kind == "linear" else "default",
+        factor=float(metadata.get("llama.rope.scaling.factor", 1.0)),
+    )
+
+
+def _hf_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
+    """Both forms: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    spec = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = spec.get("rope_type", spec.get("type", "default"))
+    if kind not in _ROPE_KINDS:
+        raise UnsupportedModelError(
+            f"{path}: rope type is {kind!r}; supported: {', '.join(_ROPE_KINDS)}"
+        )
+    context_len = config["max_position_embeddings"]
+    return RopeConfig(
+        theta=float(spec.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        kind=kind,
+        factor=float(spec.get("factor", 1.0)),
+        low_freq_factor=float(spec.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(spec.get("high_freq_factor", 4.0)),
+        original_context_len=int(spec.get("original_max_position_embeddings", context_len)),
+    )
+
+
+def _refuse_unknown_features(config: Mapping[str, Any], path: Path) -> None:
+    plain = {
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+        "sliding_window": (None,),
+        "partial_rotary_factor": (1.0, None),
+        "quantization_config": (None,),
+    }
+    for key, allowed in plain.items():
+        if config.get(key) not in allowed:
+            raise UnsupportedModelError(
+                f"{path}: {key} is {config[key]!r}; supported: {allowed[0]!r}"
+            )

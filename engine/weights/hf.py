@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face directory of safetensors files, sharded or not, as a WeightReader.
+
+Does not know: the model's code, config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.weights.errors import ModelFormatError, ModelNotFoundError, WeightMismatchError
+from engine.weights.reader import check_shape
+from kernels.packed_weight import PackedWeight
+
+_INDEX = "model.safetensors.index.json"
+
+
+class HfWeights:
+    """Tensors are read from their file one by one; nothing is held."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises: ModelNotFoundError, ModelFormatError naming the file."""
+        self._directory = directory
+        self._file_of = _tensor_files(directory)
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        path = self._file_of.get(name)
+        if path is None:
+            raise WeightMismatchError(
+                f"tensor {name!r}: found none in {self._directory}, expected shape {list(shape)}"
+            )
+        with _open(path) as file:
+            try:
+                check_shape(name, file.get_slice(name).get_shape(), shape)
+                values: torch.Tensor = file.get_tensor(name)
+            except SafetensorError as error:
+                raise ModelFormatError(f"{path}: tensor {name!r}: {error}") from error
+        return values.to(dtype, copy=True)
+
+    def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
+        return None
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    index = directory / _INDEX
+    if index.exists():
+        try:
+            entries = json.loads(index.read_text("utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelFormatError(f"{index}: no readable weight_map: {error}") from None
+        missing = sorted({f for f in entries.values() if not (directory / f).is_file()})
+        if missing:
+            raise ModelNotFoundError(f"{index}: names files that are not there: {missing}")
+        return {name: directory / file for name, file in entries.items()}
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelNotFoundError(f"model: {directory} has no *.safetensors file")
+    found: dict[str, Path] = {}
+    for path in files:
+        with _open(path) as file:
+            found.update(dict.fromkeys(file.keys(), path))
+    return found
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelFormatError(f"{path}: not a readable safetensors file: {error}") from error

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""L1: the tensor all KV pages of the device lie in, and how many fit.
+
+Does not know: which page is whose (the control plane does), requests.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvtiers.config import DevicePoolConfig
+from kvtiers.errors import PoolTooSmallError
+from kvtiers.layout import PageLayout
+
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class DevicePool:
+    """`kv`: [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim], zeroed, contiguous."""
+
+    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        # On a CPU zeros are mapped, not written: pages cost memory when they are first used.
+        self.kv = torch.zeros(
+            layout.pool_shape(num_pages), dtype=_TORCH_DTYPES[layout.dtype], device=device
+        )
+
+    def page_bytes(self, page: int) -> torch.Tensor:
+        """The bytes of one page, uint8 [page_bytes]; view."""
+        return self.kv[page].view(-1).view(torch.uint8)
+
+
+def count_pages(
+    config: DevicePoolConfig, layout: PageLayout, *, free_bytes: int, max_context_len: int
+) -> int:
+    """How many pages the pool gets.
+
+    Args:
+        free_bytes: memory free on the device now; used where the configuration gives no size.
+        max_context_len: the pool must hold one request of this many tokens.
+
+    Raises:
+        PoolTooSmallError: it does not.
+    """
+    if config.pool_tokens:
+        num_pages = config.pool_tokens // layout.page_size
+        origin = f"pool_tokens = {config.pool_tokens}"
+    else:
+        budget = min(int(free_bytes * config.free_share), config.max_auto_bytes)
+        num_pages = budget // layout.page_bytes
+        origin = f"{free_bytes >> 20} MiB of free memory"
+    needed = -(-max_context_len // layout.page_size)
+    if num_pages < needed:
+        raise PoolTooSmallError(
+            f"{origin} gives {num_pages} KV pages of {layout.page_size} tokens; one request of "
+            f"{max_context_len} tokens needs {needed} (hint: lower max_context_len)"
+        )
+    return num_pages

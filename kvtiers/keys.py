@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of stored pages: what must agree before bytes may be read back as KV.
+
+Does not know: how page hashes come about (the control plane chains them), stores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from kvtiers.errors import TierConfigError
+from kvtiers.layout import PageLayout
+
+PAGE_HASH_BYTES = 16
+
+
+class ObjectKeys:
+    """Builds keys within one namespace: a model, a layout, a tenant's salt.
+
+    Equal tokens under another model, layout or salt get another key, so one tenant's pages can
+    never answer for another's.
+    """
+
+    def __init__(self, model_fingerprint: str, layout: PageLayout, salt: str = "") -> None:
+        # The parts are length-prefixed: no two namespaces may spell the same bytes.
+        digest = hashlib.sha256()
+        for part in (model_fingerprint, layout.fingerprint(), salt):
+            raw = part.encode("utf-8")
+            digest.update(len(raw).to_bytes(4, "big") + raw)
+        self._namespace = digest.hexdigest()[:32]
+
+    @property
+    def namespace(self) -> str:
+        """32 hex digits all keys of this namespace begin with."""
+        return self._namespace
+
+    def key(self, page_hash: bytes) -> str:
+        """The object key of a page: namespace/first two digits/hash, safe as a file path.
+
+        Raises:
+            TierConfigError: the hash is not 16 bytes.
+        """
+        if len(page_hash) != PAGE_HASH_BYTES:
+            raise TierConfigError(
+                "page_hash", f"{len(page_hash)} bytes", f"{PAGE_HASH_BYTES} bytes"
+            )
+        name = page_hash.hex()
+        return f"{self._namespace}/{name[:2]}/{name}"
+
+    def keys(self, page_hashes: bytes) -> list[str]:
+        """Keys of hashes that lie one after the other, as a finished request reports them."""
+        if len(page_hashes) % PAGE_HASH_BYTES:
+            raise TierConfigError(
+                "page_hashes", f"{len(page_hashes)} bytes", f"a multiple of {PAGE_HASH_BYTES}"
+            )
+        starts = range(0, len(page_hashes), PAGE_HASH_BYTES)
+        return [self.key(page_hashes[at : at + PAGE_HASH_BYTES]) for at in starts]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of one KV page: how large, in which order, and a fingerprint of both.
+
+Does not know: torch, where pages live, who owns them. A page holds, layer after layer, its keys,
+then its values: [num_layers, 2, page_size, num_kv_heads, head_dim], contiguous.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+
+from kvtiers.errors import TierConfigError
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+# Raised when the order of bytes changes, so that stored pages of an older order never match.
+LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLayout:
+    """Sizes of a page. Raises TierConfigError for a size below 1 or an unknown dtype."""
+
+    num_layers: int
+    page_size: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+    dtype: str  # float32 | bfloat16
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ELEMENT_BYTES:
+            raise TierConfigError("layout.dtype", self.dtype, " | ".join(ELEMENT_BYTES))
+        for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise TierConfigError(f"layout.{name}", getattr(self, name), "1 or more")
+
+    @property
+    def plane_bytes(self) -> int:
+        """The keys, or the values, of one page in one layer."""
+        row = self.num_kv_heads * self.head_dim
+        return self.page_size * row * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Keys and values of one page in one layer."""
+        return 2 * self.plane_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """One page, all layers: what a store keeps as one object."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """One token, all layers."""
+        return self.page_bytes // self.page_size
+
+    def plane_offset(self, layer: int, is_value: bool) -> int:
+        """Where the keys (or values) of a layer begin in a page; bytes."""
+        return layer * self.layer_bytes + (self.plane_bytes if is_value else 0)
+
+    def pool_shape(self, num_pages: int) -> tuple[int, int, int, int, int, int]:
+        """Shape of a pool that holds whole pages one after the other."""
+        return (
+            num_pages,
+            self.num_layers,
+            2,
+            self.page_size,
+            self.num_kv_heads,
+            self.head_dim,
+        )
+
+    def fingerprint(self) -> str:
+        """32 hex digits; two layouts share it only if their pages are interchangeable."""
+        fields = ";".join(f"{key}={value}" for key, value in sorted(asdict(self).items()))
+        text = f"moorage-page-v{LAYOUT_VERSION};{fields}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
