@@ -91,7 +91,7 @@ class SqliteSessionStore:
             raise SessionNotFound(session_id)
         return session
 
-    async def list(self, query: ListQuery) -> SessionPage:
+    async def list_sessions(self, query: ListQuery) -> SessionPage:
         validate_query(query)
         return await self._db.read(lambda db: _list(db, query))
 

@@ -105,7 +105,7 @@ class SessionStore(Protocol):
     async def get(self, session_id: str, *, tenant: str | None = None) -> Session:
         """Raises `SessionNotFound`, also for another tenant's session."""
 
-    async def list(self, query: ListQuery) -> SessionPage:
+    async def list_sessions(self, query: ListQuery) -> SessionPage:
         """Raises `SettingError` for a limit or status out of range."""
 
     async def update(self, session: Session) -> Session:

@@ -1,0 +1,551 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session store on a Redis (or Valkey) server, for several API processes or machines.
+
+Does not know: what a turn means. See sessions.store for the promises, sessions.redis_script for
+the key layout and the script behind every write.
+
+Durable means the server runs with `appendonly yes` and `appendfsync always`; `open` looks and
+warns where it is weaker. Nothing is retried here: an error leaves open whether a write happened,
+and the caller may repeat it with the same ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import msgspec
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from sessions import codec
+from sessions.codec import StoredRecord
+from sessions.config import SessionsConfig
+from sessions.errors import (
+    IdempotencyKeyReused,
+    SessionExists,
+    SessionNotFound,
+    SessionsConfigError,
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    StoreSchemaTooNew,
+    StoreUnavailable,
+    TurnNotFound,
+    VersionConflict,
+)
+from sessions.log_cache import LogCache
+from sessions.redis_script import OPEN_END, SCHEMA_VERSION, TRANSACT, Write
+from sessions.session import Session
+from sessions.store import (
+    KeyMatch,
+    ListQuery,
+    SessionPage,
+    StoreHealth,
+    TenantUsage,
+    TurnClaim,
+    check_records,
+    validate_query,
+)
+from sessions.turn_log import LogSpan, PendingTurn, Record, TurnLog
+
+logger = logging.getLogger(__name__)
+
+_SOCKET_TIMEOUT_S = 1.0
+_pack = msgspec.msgpack.encode
+_unpack = msgspec.msgpack.decode
+
+
+class RedisSessionStore:
+    """Implements `sessions.store.SessionStore`."""
+
+    def __init__(self, config: SessionsConfig) -> None:
+        self._config = config
+        self._prefix = config.redis_key_prefix
+        self._cache = LogCache(config.log_cache_bytes)
+        self._writes: set[asyncio.Task[Any]] = set()
+        self._redis: redis.asyncio.Redis | None = None
+        self._warnings: tuple[str, ...] = ()
+
+    async def open(self) -> None:
+        if self._redis is not None:
+            return
+        try:
+            self._redis = redis.asyncio.Redis.from_url(
+                self._config.redis_url,
+                socket_timeout=_SOCKET_TIMEOUT_S,
+                socket_connect_timeout=_SOCKET_TIMEOUT_S,
+                # redis-py retries ten times by default: minutes on a server that hangs.
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise SessionsConfigError(
+                f"sessions.redis_url: {error}", param="sessions.redis_url"
+            ) from error
+        try:
+            await self._check_server()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        client, self._redis = self._redis, None
+        if client is None:
+            return
+        if self._writes:
+            await asyncio.wait(self._writes, timeout=self._deadline_s)
+        await client.aclose()
+
+    async def health(self) -> StoreHealth:
+        try:
+            info = await self._call(self._client.info("persistence"))
+        except StoreError as error:
+            return StoreHealth(ok=False, kind="redis", detail=error.message)
+        status = info.get("aof_last_write_status", "ok")
+        return StoreHealth(
+            ok=status == "ok",
+            kind="redis",
+            detail=f"schema {SCHEMA_VERSION}, last AOF write {status}",
+            warnings=self._warnings,
+        )
+
+    # -- sessions
+
+    async def create(self, session: Session, records: Sequence[Record] = ()) -> Session:
+        return (await self.create_many([(session, records)]))[0]
+
+    async def create_many(
+        self, children: Sequence[tuple[Session, Sequence[Record]]]
+    ) -> tuple[Session, ...]:
+        write = self._new_write()
+        for session, _ in children:
+            tag = f"exists {session.id}"
+            write.add("?absent", self._key("session", session.id), "version", tag)
+            self._guard_lineage(write, session)
+        stored = tuple(replace(session, version=1) for session, _ in children)
+        for session, (_, records) in zip(stored, children, strict=True):
+            self._add_session(write, session)
+            self._add_log(write, session, records)
+        reply = await self._transact(write)
+        if reply[0].startswith(b"exists "):
+            raise SessionExists(reply[0].decode().removeprefix("exists "))
+        if reply[0] == b"short":
+            raise SessionNotFound(children[0][0].parent_session_id or children[0][0].id)
+        return stored
+
+    async def get(self, session_id: str, *, tenant: str | None = None) -> Session:
+        (session,) = await self._load([session_id])
+        if session is None or (tenant is not None and session.tenant != tenant):
+            raise SessionNotFound(session_id)
+        return session
+
+    async def list_sessions(self, query: ListQuery) -> SessionPage:
+        validate_query(query)
+        found: list[Session] = []
+        async for session in self._walk(query):
+            if _matches(session, query):
+                found.append(session)
+            if len(found) > query.limit:
+                break
+        return SessionPage(sessions=tuple(found[: query.limit]), has_more=len(found) > query.limit)
+
+    async def update(self, session: Session) -> Session:
+        write, stored = self._new_save(session)
+        settings = codec.encode_settings(session.settings)
+        write.add("HSET", self._key("session", session.id), "settings", settings)
+        self._check(await self._transact(write), session)
+        return stored
+
+    async def delete(self, session_id: str, *, version: int | None = None) -> bool:
+        (session,) = await self._load([session_id])
+        if session is None:
+            return False
+        write = self._new_write()
+        wanted = "" if version is None else version
+        write.add("?version", self._key("session", session_id), wanted)
+        for name in ("session", "pending", "ended", "keys"):
+            write.add("DEL", self._key(name, session_id))
+        for index in self._indexes(session):
+            write.add("ZREM", index, session_id)
+        write.add("ZREM", self._key("expiry"), session_id)
+        write.add("SREM", self._key("pending"), session_id)
+        write.add("HDEL", self._key("tokens", session.tenant), session_id)
+        write.add("!release", session_id)
+        write.add("!drop")
+        reply = await self._transact(write)
+        self._cache.drop(session_id)
+        if reply[0] == b"gone":
+            return False
+        self._check(reply, replace(session, version=version or 0))
+        return True
+
+    # -- turns
+
+    async def begin_turn(self, session: Session, turn: PendingTurn) -> TurnClaim:
+        write, stored = self._new_save(
+            session, ("?absent", self._key("pending", session.id), turn.id, "pending"), turn=turn
+        )
+        write.add("HSET", self._key("pending", session.id), turn.id, codec.encode_pending(turn))
+        write.add("SADD", self._key("pending"), session.id)
+        key = turn.idempotency_key
+        if key is not None:
+            value = _pack((turn.id, turn.body_hash, turn.created_at_ms))
+            write.add("HSET", self._key("keys", session.id), key, value)
+            write.add("ZADD", self._key("key_times"), turn.created_at_ms, _pack((session.id, key)))
+        reply = await self._transact(write)
+        if reply[0] == b"pending":
+            return TurnClaim(created=True, turn_id=turn.id, session=await self.get(session.id))
+        if reply[0] == b"key" and key is not None:
+            turn_id, body_hash, _ = _unpack(reply[1])
+            if body_hash != turn.body_hash:
+                raise IdempotencyKeyReused(key, turn_id)
+            return TurnClaim(created=False, turn_id=turn_id, session=await self.get(session.id))
+        self._check(reply, session)
+        return TurnClaim(created=True, turn_id=turn.id, session=stored)
+
+    async def commit_turn(self, session: Session, record: Record) -> Session:
+        return await self._append(session, record)
+
+    async def append_record(self, session: Session, record: Record) -> Session:
+        return await self._append(session, record)
+
+    async def end_turn(self, session: Session, record: Record) -> Session:
+        ended = self._key("ended", session.id)
+        write, stored = self._new_save(session, ("?absent", ended, record.id, "known"))
+        write.add("HSET", ended, record.id, _pack_record(record))
+        self._add_no_pending(write, session.id)
+        reply = await self._transact(write)
+        if reply[0] == b"known":
+            return await self.get(session.id)
+        self._check(reply, session)
+        return stored
+
+    async def _append(self, session: Session, record: Record) -> Session:
+        ids = self._key("log", session.log_id, "ids")
+        write, stored = self._new_save(session, ("?absent", ids, record.id, "known"))
+        write.add("RPUSH", self._key("log", session.log_id), _pack_record(record))
+        write.add("HSET", ids, record.id, 1)
+        self._add_no_pending(write, session.id)
+        reply = await self._transact(write)
+        if reply[0] == b"known":
+            return await self.get(session.id)
+        self._check(reply, session)
+        self._cache.extend(stored, record)
+        return stored
+
+    async def replace_history(self, session: Session, records: Sequence[Record]) -> Session:
+        write, stored = self._new_save(session)
+        settings = codec.encode_settings(session.settings)
+        write.add("HSET", self._key("session", session.id), "settings", settings)
+        write.add("!release", session.id)
+        self._add_log(write, stored, records)
+        write.add("!drop")
+        self._check(await self._transact(write), session)
+        self._cache.drop(session.id)
+        return stored
+
+    # -- history
+
+    async def read_log(self, session: Session) -> TurnLog:
+        log = self._cache.get(session) or TurnLog()
+        if session.num_records > len(log.records):
+            rows = await self._read_spans(session, len(log.records))
+            log = log.extended(*(codec.decode_record(_unpack_record(row)) for row in rows))
+            self._cache.put(session, log)
+        return log
+
+    async def read_tokens(self, session: Session) -> bytes:
+        return (await self.read_log(session)).token_ids
+
+    async def read_turn(self, session: Session, turn_id: str) -> PendingTurn | Record:
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.hget(self._key("pending", session.id), turn_id)
+        pipeline.hget(self._key("ended", session.id), turn_id)
+        pending, ended = await self._call(pipeline.execute())
+        if pending is not None:
+            return codec.decode_pending(pending)
+        if ended is not None:
+            return codec.decode_record(_unpack_record(ended))
+        record = (await self.read_log(session)).find(turn_id)
+        if record is None:
+            raise TurnNotFound(turn_id)
+        return record
+
+    async def pending_turns(self) -> tuple[PendingTurn, ...]:
+        session_ids = sorted(await self._call(self._client.smembers(self._key("pending"))))
+        pipeline = self._client.pipeline(transaction=False)
+        for session_id in session_ids:
+            pipeline.hvals(self._key("pending", session_id.decode()))
+        bodies = [body for values in await self._call(pipeline.execute()) for body in values]
+        turns = map(codec.decode_pending, bodies)
+        return tuple(sorted(turns, key=lambda turn: turn.id))
+
+    # -- keys, expiry, usage
+
+    async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
+        value = await self._call(self._client.hget(self._key("keys", session_id), key))
+        if value is None:
+            return None
+        turn_id, stored_hash, created_at_ms = _unpack(value)
+        return KeyMatch(
+            turn_id=turn_id, same_body=stored_hash == body_hash, created_at_ms=created_at_ms
+        )
+
+    async def forget_keys(self, now_ms: int) -> int:
+        before_ms = now_ms - self._config.idempotency_retention_ms
+        members = await self._call(
+            self._client.zrangebyscore(self._key("key_times"), "-inf", f"({before_ms}")
+        )
+        running = {turn.id for turn in await self.pending_turns()}
+        forgotten = 0
+        for member in members:
+            session_id, key = _unpack(member)
+            value = await self._call(self._client.hget(self._key("keys", session_id), key))
+            if value is not None and _unpack(value)[0] in running:
+                continue
+            write = self._new_write()
+            write.add("HDEL", self._key("keys", session_id), key)
+            write.add("ZREM", self._key("key_times"), member)
+            await self._transact(write)
+            forgotten += value is not None
+        return forgotten
+
+    async def due(self, now_ms: int, limit: int) -> tuple[Session, ...]:
+        ids = await self._call(
+            self._client.zrangebyscore(self._key("expiry"), "-inf", now_ms, start=0, num=limit)
+        )
+        sessions = await self._load([session_id.decode() for session_id in ids])
+        return tuple(session for session in sessions if session is not None)
+
+    async def tenant_usage(self, tenant: str) -> TenantUsage:
+        lengths = await self._call(self._client.hvals(self._key("tokens", tenant)))
+        return TenantUsage(num_sessions=len(lengths), num_tokens=sum(map(int, lengths)))
+
+    # -- the parts of a write
+
+    def _key(self, *parts: str) -> str:
+        return self._prefix + ":".join(parts)
+
+    def _indexes(self, session: Session) -> list[str]:
+        indexes = [self._key("sessions"), self._key("tenant", session.tenant)]
+        if session.parent_session_id is not None:
+            indexes.append(self._key("children", session.parent_session_id))
+        return indexes
+
+    def _new_write(self) -> Write:
+        return Write(self._prefix)
+
+    def _new_save(
+        self,
+        session: Session,
+        guard: tuple[str, ...] | None = None,
+        *,
+        turn: PendingTurn | None = None,
+    ) -> tuple[Write, Session]:
+        """A write that stores `session` if its version is still the stored one."""
+        write = self._new_write()
+        if guard is not None:
+            write.add(*guard)
+        if turn is not None and turn.idempotency_key is not None:
+            keys = self._key("keys", session.id)
+            write.add("?absent", keys, turn.idempotency_key, "key")
+        write.add("?version", self._key("session", session.id), session.version)
+        self._guard_lineage(write, session)
+        stored = replace(session, version=session.version + 1)
+        self._add_body(write, stored)
+        return write, stored
+
+    def _guard_lineage(self, write: Write, session: Session) -> None:
+        for span in session.lineage:
+            write.add("?length", self._key("log", span.log_id), span.end)
+
+    def _add_session(self, write: Write, session: Session) -> None:
+        settings = codec.encode_settings(session.settings)
+        write.add("HSET", self._key("session", session.id), "settings", settings)
+        self._add_body(write, session)
+        for index in self._indexes(session):
+            write.add("ZADD", index, 0, session.id)
+
+    def _add_body(self, write: Write, session: Session) -> None:
+        body = codec.encode_session(session)
+        version = session.version
+        write.add("HSET", self._key("session", session.id), "version", version, "body", body)
+        write.add("ZADD", self._key("expiry"), session.expires_at_ms, session.id)
+        write.add("HSET", self._key("tokens", session.tenant), session.id, session.num_tokens)
+
+    def _add_log(self, write: Write, session: Session, records: Sequence[Record]) -> None:
+        check_records(session, records)
+        own = LogSpan(log_id=session.log_id, first=0, end=OPEN_END)
+        for span in (*session.lineage, own):
+            write.add("HSET", self._key("log", span.log_id, "refs"), session.id, span.end)
+            write.add("HSET", self._key("refs", session.id), span.log_id, 1)
+        for record in records:
+            write.add("RPUSH", self._key("log", session.log_id), _pack_record(record))
+            write.add("HSET", self._key("log", session.log_id, "ids"), record.id, 1)
+
+    def _add_no_pending(self, write: Write, session_id: str) -> None:
+        write.add("DEL", self._key("pending", session_id))
+        write.add("SREM", self._key("pending"), session_id)
+
+    def _check(self, reply: list[bytes], session: Session) -> None:
+        if reply[0] == b"ok":
+            return
+        if reply[0] == b"version":
+            raise VersionConflict(session.id, session.version, int(reply[1]))
+        if reply[0] in (b"gone", b"short"):
+            raise SessionNotFound(session.id)
+        raise StoreCorrupt(f"unexpected answer of the write script: {reply[0]!r}")
+
+    # -- reading
+
+    async def _load(self, session_ids: Sequence[str]) -> list[Session | None]:
+        pipeline = self._client.pipeline(transaction=False)
+        for session_id in session_ids:
+            pipeline.hmget(self._key("session", session_id), "body", "settings")
+        rows = await self._call(pipeline.execute())
+        return [None if body is None else codec.decode_session(body, s) for body, s in rows]
+
+    async def _walk(self, query: ListQuery) -> AsyncIterator[Session]:
+        index = self._key("sessions")
+        if query.tenant is not None:
+            index = self._key("tenant", query.tenant)
+        if query.parent_session_id is not None:
+            index = self._key("children", query.parent_session_id)
+        after = query.after
+        while True:
+            bound = "" if after is None else f"({after}"
+            by_lex: Any = (
+                self._client.zrangebylex if query.ascending else self._client.zrevrangebylex
+            )
+            ends = (bound or "-", "+") if query.ascending else (bound or "+", "-")
+            ids = await self._call(by_lex(index, *ends, start=0, num=query.limit + 1))
+            for session in await self._load([session_id.decode() for session_id in ids]):
+                if session is not None:
+                    yield session
+            if len(ids) <= query.limit:
+                return
+            after = ids[-1].decode()
+
+    async def _read_spans(self, session: Session, skip: int) -> list[bytes]:
+        pipeline = self._client.pipeline(transaction=False)
+        lengths = []
+        for span in session.spans:
+            first = span.first + min(skip, span.num_records)
+            skip -= first - span.first
+            if first < span.end:
+                pipeline.lrange(self._key("log", span.log_id), first, span.end - 1)
+                lengths.append(span.end - first)
+        found = await self._call(pipeline.execute())
+        if [len(rows) for rows in found] != lengths:
+            await self._explain_gap(session)
+        return [row for rows in found for row in rows]
+
+    async def _explain_gap(self, session: Session) -> NoReturn:
+        actual = (await self.get(session.id)).version
+        if actual != session.version:
+            raise VersionConflict(session.id, session.version, actual)
+        raise StoreCorrupt(f"the logs of session {session.id!r} lack records")
+
+    # -- the server
+
+    @property
+    def _client(self) -> redis.asyncio.Redis:
+        if self._redis is None:
+            raise StoreUnavailable("the session store is not open")
+        return self._redis
+
+    @property
+    def _deadline_s(self) -> float:
+        return self._config.store_timeout_ms / 1000
+
+    async def _transact(self, write: Write) -> list[bytes]:
+        script = self._client.register_script(TRANSACT)
+        task = asyncio.create_task(self._call(script(args=write.arguments)))
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+        # Shielded: a caller that gives up does not undo a write that is under way.
+        reply: list[bytes] = await asyncio.shield(task)
+        return reply
+
+    async def _call(self, awaitable: Awaitable[Any]) -> Any:
+        # Any: replies come as bytes (decode_responses is off), which redis-py's types do not know.
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await awaitable
+        except TimeoutError:
+            raise StoreUnavailable(
+                f"Redis gave no answer in {self._config.store_timeout_ms} ms"
+            ) from None
+        except (redis.exceptions.RedisError, OSError) as error:
+            raise _describe(error) from error
+
+    async def _check_server(self) -> None:
+        schema = await self._call(self._client.get(self._key("schema")))
+        if schema is not None and int(schema) > SCHEMA_VERSION:
+            raise StoreSchemaTooNew(
+                f"Redis holds schema {int(schema)}, this Moorage knows up to {SCHEMA_VERSION} "
+                "(hint: start the Moorage that wrote it, or a later one)"
+            )
+        write = self._new_write()
+        write.add("SET", self._key("schema"), SCHEMA_VERSION)
+        write.add("SET", self._key("opened"), time.time_ns() // 1_000_000)
+        await self._transact(write)
+        self._warnings = await self._durability_warnings()
+        for warning in self._warnings:
+            logger.warning("redis session store: %s", warning)
+
+    async def _durability_warnings(self) -> tuple[str, ...]:
+        wanted = {
+            "appendonly": ("yes", "a restart of the server loses turns"),
+            "appendfsync": ("always", "a crash may lose acknowledged turns"),
+            "maxmemory-policy": ("noeviction", "sessions may vanish under memory pressure"),
+        }
+        try:
+            settings = await self._call(self._client.config_get(*wanted))
+        except StoreError as error:
+            return (f"cannot see how durable the server is ({error.message})",)
+        found = {_text(name): _text(value) for name, value in settings.items()}
+        return tuple(
+            f"{name} is {found.get(name, 'unknown')!r}, not {value!r}: {consequence}"
+            for name, (value, consequence) in wanted.items()
+            if found.get(name) != value
+        )
+
+
+def _matches(session: Session, query: ListQuery) -> bool:
+    metadata = session.metadata.items()
+    return (
+        (query.tenant is None or session.tenant == query.tenant)
+        and (query.status is None or session.status == query.status)
+        and all(pair in metadata for pair in query.metadata.items())
+    )
+
+
+def _pack_record(record: Record) -> bytes:
+    row = codec.encode_record(record)
+    return _pack((row.input_len, row.tokens, row.body))
+
+
+def _unpack_record(packed: bytes) -> StoredRecord:
+    try:
+        input_len, tokens, body = _unpack(packed, type=tuple[int, bytes, bytes])
+    except msgspec.MsgspecError as error:
+        raise StoreCorrupt(f"a stored record does not decode: {error}") from error
+    return StoredRecord(tokens, input_len, body)
+
+
+def _describe(error: Exception) -> StoreError:
+    text = f"Redis: {error}"
+    if isinstance(error, redis.exceptions.OutOfMemoryError) or "MISCONF" in text:
+        return StoreFull(f"{text} (hint: the server's memory or disk is full)")
+    return StoreUnavailable(text)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,573 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every session store must do. Subclass `SessionStoreContract` with a `harness` fixture."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pytest
+
+from sessions import history
+from sessions.errors import (
+    IdempotencyKeyReused,
+    SessionExists,
+    SessionNotFound,
+    SettingError,
+    TurnNotFound,
+    VersionConflict,
+)
+from sessions.items import parse_items
+from sessions.session import Session, items_record
+from sessions.store import ListQuery, SessionStore, TurnClaim
+from sessions.token_codec import decode_ids, encode_ids
+from sessions.turn_log import COMPACTION, PendingTurn
+from tests.fakes.session_turns import NOW_MS, fresh_session, outcome, pending, run_turn
+
+T = TypeVar("T")
+DAY_MS = 86_400_000
+
+
+class StoreHarness:
+    """One store under test and its event loop; `another` is a second process's view of it."""
+
+    def __init__(self, make_store: Callable[[], SessionStore]) -> None:
+        self._make_store = make_store
+        self._runner = asyncio.Runner()
+        self._opened: list[SessionStore] = []
+        self.store = self.another()
+
+    def run(self, work: Awaitable[T]) -> T:
+        async def wrapped() -> T:
+            return await work
+
+        return self._runner.run(wrapped())
+
+    def another(self) -> SessionStore:
+        """A further store on the same data, with caches of its own."""
+        store = self._make_store()
+        self.run(store.open())
+        self._opened.append(store)
+        return store
+
+    def close(self) -> None:
+        for store in self._opened:
+            self.run(store.close())
+        self._runner.close()
+
+
+class SessionStoreContract:
+    """The promises of `sessions.store`, one test each."""
+
+    @pytest.fixture
+    def store(self, harness: StoreHarness) -> SessionStore:
+        return harness.store
+
+    @pytest.fixture
+    def session(self, harness: StoreHarness) -> Iterator[Session]:
+        session, records = fresh_session(metadata={"repo": "moorage"})
+        yield harness.run(harness.store.create(session, records))
+
+    # -- sessions
+
+    def test_created_session_reads_back_equal_in_another_process(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        assert session.version == 1
+        assert harness.run(harness.another().get(session.id)) == session
+
+    def test_creating_an_id_twice_is_refused(self, harness: StoreHarness, session: Session) -> None:
+        _, records = fresh_session()
+        with pytest.raises(SessionExists):
+            harness.run(harness.store.create(session, records))
+
+    def test_unknown_session_is_not_found(self, harness: StoreHarness) -> None:
+        with pytest.raises(SessionNotFound) as caught:
+            harness.run(harness.store.get("sess_none"))
+        assert caught.value.code == "session_not_found"
+
+    def test_session_of_another_tenant_is_not_found(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        with pytest.raises(SessionNotFound):
+            harness.run(harness.store.get(session.id, tenant="other"))
+        assert harness.run(harness.store.get(session.id, tenant="default")).id == session.id
+
+    def test_update_stores_fields_and_settings(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        tools = ({"type": "function", "name": "b", "parameters": {"z": 1, "a": 2}},)
+        changed = session.update(
+            NOW_MS + 5, settings={"tools": tools, "priority": 3}, metadata={"branch": "main"}
+        )
+        stored = harness.run(harness.store.update(changed))
+        assert stored == replace(changed, version=2)
+        read = harness.run(harness.another().get(session.id))
+        assert read == stored
+        assert list(read.settings.tools[0]["parameters"]) == ["z", "a"]
+
+    def test_update_of_an_old_version_is_refused_and_changes_nothing(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        newer = harness.run(harness.store.update(session.update(NOW_MS, metadata={"a": "1"})))
+        with pytest.raises(VersionConflict) as caught:
+            harness.run(harness.store.update(session.update(NOW_MS, metadata={"a": "2"})))
+        assert (caught.value.expected, caught.value.actual) == (1, 2)
+        assert harness.run(harness.store.get(session.id)) == newer
+
+    def test_of_concurrent_updates_of_one_version_exactly_one_wins(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        second = harness.another()
+
+        async def race() -> list[Session | BaseException]:
+            changes = [session.update(NOW_MS, metadata={"n": str(n)}) for n in range(20)]
+            stores = [harness.store, second] * 10
+            writes = [s.update(c) for s, c in zip(stores, changes, strict=True)]
+            return await asyncio.gather(*writes, return_exceptions=True)
+
+        results = harness.run(race())
+        winners = [r for r in results if isinstance(r, Session)]
+        assert len(winners) == 1
+        assert sum(isinstance(r, VersionConflict) for r in results) == 19
+        assert harness.run(second.get(session.id)) == winners[0]
+
+    def test_update_of_a_deleted_session_is_not_found(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        assert harness.run(harness.store.delete(session.id)) is True
+        with pytest.raises(SessionNotFound):
+            harness.run(harness.store.update(session.update(NOW_MS)))
+
+    def test_delete_is_idempotent_and_takes_the_transcript(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        session, _ = harness.run(run_turn(harness.store, session))
+        assert harness.run(harness.store.delete(session.id)) is True
+        assert harness.run(harness.store.delete(session.id)) is False
+        with pytest.raises(SessionNotFound):
+            harness.run(harness.store.get(session.id))
+        with pytest.raises(SessionNotFound):
+            harness.run(harness.another().read_log(session))
+        assert harness.run(harness.store.find_key(session.id, "k", "h")) is None
+
+    def test_delete_with_an_old_version_is_refused(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        harness.run(harness.store.update(session.update(NOW_MS)))
+        with pytest.raises(VersionConflict):
+            harness.run(harness.store.delete(session.id, version=session.version))
+        assert harness.run(harness.store.delete(session.id, version=2)) is True
+
+    # -- listing
+
+    def test_list_pages_newest_first_without_gaps(self, harness: StoreHarness) -> None:
+        made = [self._make(harness).id for _ in range(7)]
+        seen: list[str] = []
+        after = None
+        for _ in range(3):
+            page = harness.run(harness.store.list_sessions(ListQuery(after=after, limit=3)))
+            seen += [s.id for s in page.sessions]
+            assert page.has_more is (len(seen) < 7)
+            after = seen[-1]
+        assert seen == sorted(made, reverse=True)
+        oldest = harness.run(harness.store.list_sessions(ListQuery(limit=2, ascending=True)))
+        assert [s.id for s in oldest.sessions] == made[:2]
+
+    def test_list_filters_by_tenant_status_parent_and_metadata(self, harness: StoreHarness) -> None:
+        red = self._make(harness, metadata={"colour": "red", "size": "1"})
+        self._make(harness, metadata={"colour": "blue", "size": "1"})
+        foreign = self._make(harness, tenant="other", metadata={"colour": "red", "size": "1"})
+        child = self._make(harness, parent_session_id=red.id)
+        waiting, _ = harness.run(run_turn(harness.store, child, call_ids=("call_1",)))
+        for query, wanted in (
+            (ListQuery(metadata={"colour": "red"}), {red.id, foreign.id}),
+            (ListQuery(tenant="default", metadata={"colour": "red", "size": "1"}), {red.id}),
+            (ListQuery(metadata={"colour": "red", "size": "2"}), set()),
+            (ListQuery(tenant="other"), {foreign.id}),
+            (ListQuery(parent_session_id=red.id), {child.id}),
+            (ListQuery(status="requires_action"), {waiting.id}),
+        ):
+            page = harness.run(harness.store.list_sessions(query))
+            assert {s.id for s in page.sessions} == wanted, query
+            assert page.has_more is False
+
+    def test_list_fills_a_page_across_sessions_that_do_not_match(
+        self, harness: StoreHarness
+    ) -> None:
+        wanted = []
+        for n in range(12):
+            made = self._make(harness, metadata={"odd": str(n % 2)})
+            if n % 2:
+                wanted.append(made.id)
+        query = ListQuery(metadata={"odd": "1"}, limit=4)
+        first = harness.run(harness.store.list_sessions(query))
+        assert [s.id for s in first.sessions] == wanted[::-1][:4]
+        assert first.has_more is True
+        rest = harness.run(harness.store.list_sessions(replace(query, after=first.sessions[-1].id)))
+        assert [s.id for s in rest.sessions] == wanted[::-1][4:]
+        assert rest.has_more is False
+
+    @pytest.mark.parametrize(
+        ("query", "param"),
+        [(ListQuery(limit=0), "limit"), (ListQuery(limit=1001), "limit")]
+        + [(ListQuery(status="asleep"), "status")],
+    )
+    def test_list_refuses_values_out_of_range(
+        self, harness: StoreHarness, query: ListQuery, param: str
+    ) -> None:
+        with pytest.raises(SettingError) as caught:
+            harness.run(harness.store.list_sessions(query))
+        assert caught.value.param == param
+
+    # -- turns
+
+    def test_committed_turn_is_history_in_another_process(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        after, record = harness.run(run_turn(harness.store, session, token_ids=(70_001, 1, 2)))
+        assert (after.revision, after.status, after.current_turn) == (1, "idle", None)
+        other = harness.another()
+        assert harness.run(other.get(session.id)) == after
+        log = harness.run(other.read_log(after))
+        assert log.records[-1] == record
+        expected = [100, 101, 102, 103, 104, *range(10_000, 10_005), 70_001, 1, 2]
+        assert decode_ids(log.token_ids) == expected
+        assert harness.run(other.read_tokens(after)) == log.token_ids
+        assert after.num_tokens == len(expected)
+        assert harness.run(other.read_turn(after, record.id)) == record
+
+    def test_pending_turn_is_readable_but_not_history(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn, claim = self._begin(harness, session)
+        assert claim.created and claim.session.status == "running"
+        other = harness.another()
+        assert harness.run(other.pending_turns()) == (turn,)
+        running = harness.run(other.get(session.id))
+        assert running.current_turn == turn.id
+        assert harness.run(other.read_turn(running, turn.id)) == turn
+        assert harness.run(other.read_log(running)).num_tokens == session.num_tokens
+
+    def test_ended_turn_is_readable_but_not_history(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn, claim = self._begin(harness, session, key="k")
+        record = outcome(turn, status="failed", committed=False)
+        ended = harness.run(harness.store.end_turn(claim.session.end_turn(record, NOW_MS), record))
+        assert (ended.revision, ended.status, ended.current_turn) == (0, "idle", None)
+        other = harness.another()
+        assert harness.run(other.pending_turns()) == ()
+        assert harness.run(other.read_turn(ended, turn.id)) == record
+        assert harness.run(other.read_log(ended)).num_tokens == session.num_tokens
+        match = harness.run(other.find_key(session.id, "k", "h"))
+        assert match is not None and match.turn_id == turn.id
+
+    def test_unknown_turn_is_not_found(self, harness: StoreHarness, session: Session) -> None:
+        with pytest.raises(TurnNotFound):
+            harness.run(harness.store.read_turn(session, "turn_none"))
+
+    def test_committing_a_turn_again_changes_nothing(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn, claim = self._begin(harness, session)
+        record = outcome(turn)
+        committed = claim.session.commit_turn(record, NOW_MS)
+        first = harness.run(harness.store.commit_turn(committed, record))
+        assert harness.run(harness.store.commit_turn(committed, record)) == first
+        assert harness.run(harness.another().commit_turn(committed, record)) == first
+        assert len(harness.run(harness.another().read_log(first)).records) == 2
+
+    def test_ending_or_beginning_a_turn_again_changes_nothing(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn = pending(session, key="k")
+        running = session.begin_turn(turn, NOW_MS)
+        first = harness.run(harness.store.begin_turn(running, turn))
+        assert harness.run(harness.store.begin_turn(running, turn)) == first
+        record = outcome(turn, status="failed", committed=False)
+        ended = first.session.end_turn(record, NOW_MS)
+        stored = harness.run(harness.store.end_turn(ended, record))
+        assert harness.run(harness.store.end_turn(ended, record)) == stored
+
+    def test_commit_from_an_old_version_is_refused_and_appends_nothing(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn, claim = self._begin(harness, session)
+        record = outcome(turn)
+        running = harness.run(harness.store.update(claim.session.update(NOW_MS)))
+        with pytest.raises(VersionConflict):
+            harness.run(
+                harness.store.commit_turn(claim.session.commit_turn(record, NOW_MS), record)
+            )
+        log = harness.run(harness.another().read_log(running))
+        assert log.num_tokens == session.num_tokens
+        assert harness.run(harness.store.pending_turns()) == (turn,)
+
+    def test_fifty_concurrent_submits_of_one_key_start_one_turn(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        stores = [harness.store, harness.another()]
+
+        async def submit(n: int) -> TurnClaim:
+            turn = pending(session, key="same")
+            return await stores[n % 2].begin_turn(session.begin_turn(turn, NOW_MS), turn)
+
+        async def submit_all() -> list[TurnClaim]:
+            return await asyncio.gather(*(submit(n) for n in range(50)))
+
+        claims = harness.run(submit_all())
+        assert sum(claim.created for claim in claims) == 1
+        assert len({claim.turn_id for claim in claims}) == 1
+        assert len(harness.run(stores[1].pending_turns())) == 1
+
+    def test_of_concurrent_turns_with_different_keys_one_begins(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        async def submit(n: int) -> TurnClaim:
+            turn = pending(session, key=f"key {n}")
+            return await harness.store.begin_turn(session.begin_turn(turn, NOW_MS), turn)
+
+        async def submit_all() -> list[TurnClaim | BaseException]:
+            return await asyncio.gather(*(submit(n) for n in range(20)), return_exceptions=True)
+
+        results = harness.run(submit_all())
+        assert sum(isinstance(result, TurnClaim) for result in results) == 1
+        assert sum(isinstance(result, VersionConflict) for result in results) == 19
+
+    # -- idempotency keys
+
+    def test_key_with_another_body_is_refused(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn, _ = self._begin(harness, session, key="k")
+        second = pending(session, key="k", body_hash="other")
+        with pytest.raises(IdempotencyKeyReused) as caught:
+            harness.run(harness.store.begin_turn(session.begin_turn(second, NOW_MS), second))
+        assert caught.value.turn_id == turn.id
+        match = harness.run(harness.store.find_key(session.id, "k", "other"))
+        assert match is not None and not match.same_body
+        same = harness.run(harness.store.find_key(session.id, "k", "h"))
+        assert same is not None and same.same_body
+
+    def test_key_is_scoped_to_its_session(self, harness: StoreHarness, session: Session) -> None:
+        self._begin(harness, session, key="k")
+        other = self._make(harness)
+        assert harness.run(harness.store.find_key(other.id, "k", "h")) is None
+        _, claim = self._begin(harness, other, key="k")
+        assert claim.created
+
+    def test_keys_are_forgotten_after_their_retention_unless_the_turn_runs(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn, claim = self._begin(harness, session, key="k")
+        late = NOW_MS + 3 * DAY_MS
+        assert harness.run(harness.store.forget_keys(late)) == 0
+        record = outcome(turn)
+        done = harness.run(
+            harness.store.commit_turn(claim.session.commit_turn(record, NOW_MS), record)
+        )
+        assert harness.run(harness.store.forget_keys(NOW_MS + DAY_MS)) == 0
+        assert harness.run(harness.store.find_key(done.id, "k", "h")) is not None
+        assert harness.run(harness.store.forget_keys(late)) == 1
+        assert harness.run(harness.store.find_key(done.id, "k", "h")) is None
+
+    # -- items
+
+    def test_appended_items_are_history_once(self, harness: StoreHarness, session: Session) -> None:
+        items = parse_items([{"role": "user", "content": "read this"}])
+        record = items_record(items, revision=1, token_ids=encode_ids([4, 5]))
+        appended = session.append_items(record, NOW_MS)
+        first = harness.run(harness.store.append_record(appended, record))
+        assert harness.run(harness.store.append_record(appended, record)) == first
+        log = harness.run(harness.another().read_log(first))
+        assert log.items == items
+        assert decode_ids(log.token_ids)[-2:] == [4, 5]
+
+    def test_items_of_every_kind_round_trip_exactly(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        raw: list[dict[str, Any]] = [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm \u2603"}]},
+            {"type": "message", "role": "assistant", "content": "a\x00b\r\n\U0001f600"},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{ "b":1,"a" : 2}'},
+            {"type": "function_call_output", "call_id": "c", "output": "", "status": "failed"},
+            {"type": "compaction", "summary": "before", "num_replaced": 3},
+        ]
+        items = parse_items(raw)
+        record = items_record(items, revision=1)
+        stored = harness.run(
+            harness.store.append_record(session.append_items(record, NOW_MS), record)
+        )
+        assert harness.run(harness.another().read_log(stored)).items == items
+
+    # -- forks, rollback, compaction
+
+    def test_forked_children_share_history_and_go_their_own_ways(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        session, first = harness.run(run_turn(harness.store, session))
+        session, _ = harness.run(run_turn(harness.store, session))
+        log = harness.run(harness.store.read_log(session))
+        left, right = harness.run(
+            harness.store.create_many(history.fork(session, log, first.id, NOW_MS, n=2))
+        )
+        left, _ = harness.run(run_turn(harness.store, left, token_ids=(1,)))
+        right, _ = harness.run(run_turn(harness.store, right, token_ids=(2,)))
+        other = harness.another()
+        shared = log.token_ids[: 4 * (5 + 8)]
+        for child, own in ((left, 1), (right, 2)):
+            tokens = harness.run(other.read_tokens(child))
+            assert tokens.startswith(shared)
+            assert decode_ids(tokens[len(shared) :]) == [*range(10_000, 10_005), own]
+            assert child.num_tokens == len(tokens) // 4
+        assert harness.run(other.read_tokens(session)) == log.token_ids
+
+    def test_children_and_grandchildren_outlive_their_parents(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        session, _ = harness.run(run_turn(harness.store, session))
+        child = self._fork(harness, session)
+        child, _ = harness.run(run_turn(harness.store, child, token_ids=(1, 2)))
+        grandchild = self._fork(harness, child)
+        tokens = harness.run(harness.store.read_tokens(grandchild))
+        for gone in (session, child):
+            harness.run(harness.store.delete(gone.id))
+        other = harness.another()
+        assert harness.run(other.read_tokens(grandchild)) == tokens
+        grandchild, _ = harness.run(run_turn(other, grandchild))
+        assert harness.run(harness.store.read_tokens(grandchild)).startswith(tokens)
+
+    def test_fork_of_a_parent_deleted_meanwhile_is_not_found(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        children = history.fork(
+            session, harness.run(harness.store.read_log(session)), "head", NOW_MS, n=2
+        )
+        harness.run(harness.store.delete(session.id))
+        with pytest.raises(SessionNotFound):
+            harness.run(harness.store.create_many(children))
+        for child, _ in children:
+            with pytest.raises(SessionNotFound):
+                harness.run(harness.store.get(child.id))
+
+    def test_fork_inside_a_turn_cuts_at_the_item(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        session, record = harness.run(run_turn(harness.store, session))
+        log = harness.run(harness.store.read_log(session))
+        forks = history.fork(session, log, record.input_items[0].id, NOW_MS)
+        (child,) = harness.run(harness.store.create_many(forks))
+        read = harness.run(harness.another().read_log(child))
+        assert read.items == record.input_items
+        assert decode_ids(read.token_ids) == [100, 101, 102, 103, 104, 10_000, 10_001, 10_002]
+
+    def test_rollback_keeps_what_forks_share_and_drops_the_rest(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        session, first = harness.run(run_turn(harness.store, session))
+        session, second = harness.run(run_turn(harness.store, session, token_ids=(5,)))
+        session, third = harness.run(run_turn(harness.store, session, token_ids=(6,)))
+        full = harness.run(harness.store.read_log(session))
+        branch = self._fork(harness, session, at=second.id)
+        back, own = history.rollback(session, full, first.id, NOW_MS)
+        back = harness.run(harness.store.replace_history(back, own))
+        assert back.revision == 4
+        back, _ = harness.run(run_turn(harness.store, back, token_ids=(9, 9)))
+        other = harness.another()
+        tokens = decode_ids(harness.run(other.read_tokens(back)))
+        assert tokens[:13] == decode_ids(full.token_ids)[:13]
+        assert tokens[13:] == [*range(10_000, 10_005), 9, 9]
+        assert harness.run(other.read_log(branch)).records == full.records[:3]
+        with pytest.raises(TurnNotFound):
+            harness.run(other.read_turn(back, third.id))
+        with pytest.raises(VersionConflict):
+            harness.run(other.read_log(session))
+
+    def test_compaction_puts_a_new_history_in_place_of_the_old(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        for _ in range(3):
+            session, _ = harness.run(run_turn(harness.store, session))
+        log = harness.run(harness.store.read_log(session))
+        summary = items_record(
+            parse_items([{"type": "compaction", "summary": "did three", "num_replaced": 6}]),
+            revision=0,
+            token_ids=encode_ids([1, 2, 3]),
+            kind=COMPACTION,
+        )
+        swapped, own = history.replace_history(session, log, [summary], NOW_MS, keep_records=1)
+        stored = harness.run(harness.store.replace_history(swapped, own))
+        read = harness.run(harness.another().read_log(stored))
+        assert decode_ids(read.token_ids) == [100, 101, 102, 103, 104, 1, 2, 3]
+        assert read.items == summary.items
+        assert stored.revision == 4 and stored.num_tokens == 8
+
+    # -- expiry, usage, health
+
+    def test_due_sessions_come_longest_overdue_first(self, harness: StoreHarness) -> None:
+        made = [self._make(harness) for _ in range(3)]
+        for session, delta in zip(made, (30, 10, 20), strict=True):
+            harness.run(harness.store.update(replace(session, expires_at_ms=NOW_MS + delta)))
+        due = harness.run(harness.store.due(NOW_MS + 25, 10))
+        assert [s.id for s in due] == [made[1].id, made[2].id]
+        assert [s.id for s in harness.run(harness.store.due(NOW_MS + 25, 1))] == [made[1].id]
+
+    def test_tenant_usage_counts_sessions_and_tokens(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        session, _ = harness.run(run_turn(harness.store, session))
+        other = self._make(harness)
+        self._make(harness, tenant="other")
+        usage = harness.run(harness.store.tenant_usage("default"))
+        assert (usage.num_sessions, usage.num_tokens) == (2, session.num_tokens + 5)
+        harness.run(harness.store.delete(other.id))
+        assert harness.run(harness.store.tenant_usage("default")).num_sessions == 1
+        assert harness.run(harness.store.tenant_usage("nobody")).num_sessions == 0
+
+    def test_health_answers_and_a_closed_store_says_so(self, harness: StoreHarness) -> None:
+        assert harness.run(harness.store.health()).ok is True
+        harness.run(harness.store.close())
+        harness.run(harness.store.close())
+        assert harness.run(harness.store.health()).ok is False
+
+    def test_many_writers_on_many_sessions_lose_nothing(self, harness: StoreHarness) -> None:
+        stores = [harness.store, harness.another()]
+        made = [self._make(harness) for _ in range(8)]
+
+        async def drive(session: Session, store: SessionStore) -> Session:
+            for turn in range(6):
+                session, _ = await run_turn(store, session, token_ids=(turn,))
+            return session
+
+        async def drive_all() -> list[Session]:
+            work = (drive(s, stores[i % 2]) for i, s in enumerate(made))
+            return await asyncio.gather(*work)
+
+        reader = harness.another()
+        for after in harness.run(drive_all()):
+            log = harness.run(reader.read_log(after))
+            assert [r.revision for r in log.records] == list(range(7))
+            assert [decode_ids(r.output_token_ids) for r in log.records[1:]] == [
+                [turn] for turn in range(6)
+            ]
+
+    # -- helpers
+
+    def _make(self, harness: StoreHarness, **fields: Any) -> Session:
+        session, records = fresh_session(**fields)
+        return harness.run(harness.store.create(session, records))
+
+    def _begin(
+        self, harness: StoreHarness, session: Session, *, key: str | None = None
+    ) -> tuple[PendingTurn, TurnClaim]:
+        turn = pending(session, key=key)
+        claim = harness.run(harness.store.begin_turn(session.begin_turn(turn, NOW_MS), turn))
+        return turn, claim
+
+    def _fork(self, harness: StoreHarness, session: Session, at: str = "head") -> Session:
+        log = harness.run(harness.store.read_log(session))
+        (child,) = harness.run(harness.store.create_many(history.fork(session, log, at, NOW_MS)))
+        return child
