@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <nanobind/stl/string.h>
+
+#include "bindings/bind_types.h"
+
+namespace moorage {
+namespace {
+
+template <class T>
+void require_rows(const char* field, const T& array, std::size_t num_rows) {
+  if (array.shape(0) == num_rows) return;
+  throw std::invalid_argument(std::string(field) + ": has " + std::to_string(array.shape(0)) +
+                              " rows, num_accepted has " + std::to_string(num_rows));
+}
+
+template <class T, class Array>
+std::vector<T> copy(const Array& array) {
+  return std::vector<T>(array.data(), array.data() + array.size());
+}
+
+void make_step_done(StepDone* self, std::int64_t step_id, const InArray1<std::int32_t>& num_accepted,
+                    const InArray2<std::int32_t>& token_ids, const InArray1<std::uint8_t>& finished,
+                    const InArray1<std::uint8_t>& failed) {
+  const std::size_t num_rows = num_accepted.shape(0);
+  require_rows("token_ids", token_ids, num_rows);
+  require_rows("finished", finished, num_rows);
+  require_rows("failed", failed, num_rows);
+  new (self) StepDone{step_id,
+                      static_cast<std::int32_t>(token_ids.shape(1)),
+                      copy<std::int32_t>(num_accepted),
+                      copy<std::int32_t>(token_ids),
+                      copy<std::uint8_t>(finished),
+                      copy<std::uint8_t>(failed)};
+}
+
+void make_spec(RequestSpec* self, std::int64_t request_id, const InArray1<TokenId>& token_ids,
+               std::int64_t max_new_tokens, std::int64_t priority, std::string tenant,
+               std::string salt) {
+  new (self) RequestSpec{RequestId{request_id}, copy<TokenId>(token_ids), max_new_tokens,
+                         priority,              std::move(tenant),        std::move(salt)};
+}
+
+void bind_config(nb::module_& module) {
+  const SchedulerConfig defaults;
+  nb::class_<SchedulerConfig>(module, "SchedulerConfig")
+      .def(
+          "__init__",
+          [](SchedulerConfig* self, std::int32_t page_size, std::int32_t num_pages,
+             std::int32_t max_slots, std::int32_t max_context_len, std::int32_t token_budget,
+             std::string model_fingerprint, std::int64_t ageing_ms,
+             std::int64_t suffix_us_per_token) {
+            SchedulerConfig config{page_size,       num_pages,
+                                   max_slots,       max_context_len,
+                                   token_budget,    std::move(model_fingerprint),
+                                   ageing_ms,       suffix_us_per_token};
+            config.validate();
+            new (self) SchedulerConfig(std::move(config));
+          },
+          nb::kw_only(), nb::arg("page_size") = defaults.page_size, nb::arg("num_pages"),
+          nb::arg("max_slots"), nb::arg("max_context_len"),
+          nb::arg("token_budget") = defaults.token_budget, nb::arg("model_fingerprint") = "",
+          nb::arg("ageing_ms") = defaults.ageing_ms,
+          nb::arg("suffix_us_per_token") = defaults.suffix_us_per_token)
+      .def_ro("page_size", &SchedulerConfig::page_size)
+      .def_ro("num_pages", &SchedulerConfig::num_pages)
+      .def_ro("max_slots", &SchedulerConfig::max_slots)
+      .def_ro("max_context_len", &SchedulerConfig::max_context_len)
+      .def_ro("token_budget", &SchedulerConfig::token_budget)
+      .def_ro("model_fingerprint", &SchedulerConfig::model_fingerprint)
+      .def_ro("ageing_ms", &SchedulerConfig::ageing_ms)
+      .def_ro("suffix_us_per_token", &SchedulerConfig::suffix_us_per_token);
+}
+
+}  // namespace
+
+void bind_inputs(nb::module_& module) {
+  bind_config(module);
+  nb::class_<RequestSpec>(module, "RequestSpec")
+      .def("__init__", &make_spec, nb::kw_only(), nb::arg("request_id"),
+           nb::arg("token_ids").noconvert(), nb::arg("max_new_tokens"), nb::arg("priority") = 0,
+           nb::arg("tenant") = "default", nb::arg("salt") = "");
+  nb::class_<StepDone>(module, "StepDone")
+      .def("__init__", &make_step_done, nb::kw_only(), nb::arg("step_id"),
+           nb::arg("num_accepted").noconvert(), nb::arg("token_ids").noconvert(),
+           nb::arg("finished").noconvert(), nb::arg("failed").noconvert());
+  nb::class_<AbortInput>(module, "Abort")
+      .def(
+          "__init__",
+          [](AbortInput* self, std::int64_t request_id) {
+            new (self) AbortInput{RequestId{request_id}};
+          },
+          nb::kw_only(), nb::arg("request_id"));
+  nb::class_<TransferAckInput>(module, "TransferAck")
+      .def(
+          "__init__",
+          [](TransferAckInput* self, std::int64_t ticket, bool ok) {
+            new (self) TransferAckInput{ticket, ok};
+          },
+          nb::kw_only(), nb::arg("ticket"), nb::arg("ok"));
+}
+
+}  // namespace moorage

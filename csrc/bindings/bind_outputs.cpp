@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bind_types.h"
+
+namespace moorage {
+namespace {
+
+// A view of one of the plan's arrays; the array keeps `self`, hence the memory.
+template <class T>
+OutArray<T> view(nb::handle self, const std::vector<T>& values) {
+  const std::size_t shape[] = {values.size()};
+  return OutArray<T>(values.data(), 1, shape, self);
+}
+
+OutArray<std::int32_t> view(nb::handle self,
+                            const std::vector<std::array<std::int32_t, 3>>& values) {
+  const std::size_t shape[] = {values.size(), 3};
+  return OutArray<std::int32_t>(values.empty() ? nullptr : values[0].data(), 2, shape, self);
+}
+
+template <auto Field>
+void def_array(nb::class_<PlanView>& plan, const char* name) {
+  plan.def_prop_ro(name, [](nb::handle_t<PlanView> self) {
+    return view(self, (*nb::cast<const PlanView&>(self).plan).*Field);
+  });
+}
+
+void bind_plan(nb::module_& module) {
+  nb::class_<Admission>(module, "Admission")
+      .def_ro("request_id", &Admission::request_id)
+      .def_ro("slot", &Admission::slot)
+      .def_ro("prompt_len", &Admission::prompt_len)
+      .def_ro("cached_l1", &Admission::cached_l1)
+      .def_ro("cached_l2", &Admission::cached_l2)
+      .def_ro("cached_l3", &Admission::cached_l3)
+      .def_ro("readmitted", &Admission::readmitted);
+  nb::class_<PlanView> plan(module, "Plan");
+  plan.def_prop_ro("step_id", [](const PlanView& self) { return self.plan->step_id; })
+      .def_prop_ro("admissions", [](const PlanView& self) { return self.plan->admissions; })
+      .def_prop_ro("retracted", [](const PlanView& self) { return self.plan->retracted; });
+  def_array<&Plan::row_request_ids>(plan, "row_request_ids");
+  def_array<&Plan::row_slots>(plan, "row_slots");
+  def_array<&Plan::row_starts>(plan, "row_starts");
+  def_array<&Plan::row_lens>(plan, "row_lens");
+  def_array<&Plan::row_samples>(plan, "row_samples");
+  def_array<&Plan::input_ids>(plan, "input_ids");
+  def_array<&Plan::slot_mapping>(plan, "slot_mapping");
+  def_array<&Plan::page_deltas>(plan, "page_deltas");
+  def_array<&Plan::page_copies>(plan, "page_copies");
+}
+
+void bind_ended(nb::module_& module) {
+  nb::class_<EndedRequest>(module, "Ended")
+      .def_ro("request_id", &EndedRequest::request_id)
+      .def_prop_ro("status", [](const EndedRequest& self) { return name_of(self.status); })
+      .def_ro("message", &EndedRequest::message)
+      .def_ro("num_cached_tokens", &EndedRequest::num_cached_tokens)
+      .def_prop_ro("page_hashes", [](const EndedRequest& self) {
+        return nb::bytes(reinterpret_cast<const char*>(self.page_hashes.data()),
+                         self.page_hashes.size() * sizeof(PageHash));
+      });
+}
+
+void bind_cache_views(nb::module_& module) {
+  nb::class_<KvEvent>(module, "KvEvent")
+      .def_prop_ro("kind", [](const KvEvent& self) { return name_of(self.kind); })
+      .def_prop_ro("tier", [](const KvEvent& self) { return name_of(self.tier); })
+      .def_prop_ro("page_hash", [](const KvEvent& self) { return as_bytes(self.page_hash); })
+      .def_prop_ro("parent_hash", [](const KvEvent& self) { return as_bytes(self.parent_hash); })
+      .def_ro("num_tokens", &KvEvent::num_tokens);
+  nb::class_<PrefixHit>(module, "PrefixHit")
+      .def_ro("l1", &PrefixHit::l1)
+      .def_ro("l2", &PrefixHit::l2)
+      .def_ro("l3", &PrefixHit::l3);
+  nb::class_<TreeNodeView>(module, "TreeNode")
+      .def_ro("node_id", &TreeNodeView::node_id)
+      .def_ro("parent_id", &TreeNodeView::parent_id)
+      .def_ro("num_tokens", &TreeNodeView::num_tokens)
+      .def_ro("num_pages", &TreeNodeView::num_pages)
+      .def_ro("num_children", &TreeNodeView::num_children)
+      .def_ro("num_users", &TreeNodeView::num_users)
+      .def_ro("last_used_ms", &TreeNodeView::last_used_ms)
+      .def_prop_ro("page_hash",
+                   [](const TreeNodeView& self) {
+                     return nb::bytes(self.page_hash.data(), self.page_hash.size());
+                   })
+      .def_prop_ro("first_token_ids", [](nb::handle_t<TreeNodeView> self) {
+        return view(self, nb::cast<const TreeNodeView&>(self).first_token_ids);
+      });
+}
+
+}  // namespace
+
+const char* name_of(EndStatus status) {
+  switch (status) {
+    case EndStatus::kFinished: return "finished";
+    case EndStatus::kAborted: return "aborted";
+    case EndStatus::kFailed: return "failed";
+  }
+  return "";
+}
+
+const char* name_of(KvEventKind kind) {
+  switch (kind) {
+    case KvEventKind::kStored: return "stored";
+    case KvEventKind::kMoved: return "moved";
+    case KvEventKind::kRemoved: return "removed";
+  }
+  return "";
+}
+
+const char* name_of(Tier tier) {
+  switch (tier) {
+    case Tier::kL1: return "l1";
+    case Tier::kL2: return "l2";
+    case Tier::kL3: return "l3";
+  }
+  return "";
+}
+
+void bind_outputs(nb::module_& module) {
+  bind_plan(module);
+  bind_ended(module);
+  bind_cache_views(module);
+}
+
+}  // namespace moorage

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bindings/bind_types.h"
+#include "requests/transitions.h"
+
+namespace moorage {
+namespace {
+
+// The scheduler and the plans it lends. A plan that Python still holds is left alone and another
+// one is filled, so the steady state allocates nothing and no view ever dangles.
+struct BoundScheduler {
+  explicit BoundScheduler(const SchedulerConfig& config) : scheduler(config) {}
+
+  Scheduler scheduler;
+  std::vector<std::shared_ptr<Plan>> plans;
+  std::vector<InputEvent> events;
+
+  PlanView next_plan(TimeMs now_ms) {
+    std::shared_ptr<Plan> free_plan;
+    for (const auto& plan : plans) {
+      if (plan.use_count() == 1) free_plan = plan;
+    }
+    if (free_plan == nullptr) {
+      free_plan = std::make_shared<Plan>();
+      if (plans.size() < 4) plans.push_back(free_plan);
+    }
+    scheduler.next_plan(now_ms, *free_plan);
+    return PlanView{std::move(free_plan)};
+  }
+
+  std::vector<EndedRequest> advance(nb::sequence sequence) {
+    events.clear();
+    for (nb::handle event : sequence) {
+      if (nb::isinstance<StepDone>(event)) {
+        events.push_back(nb::cast<const StepDone&>(event).view());
+      } else if (nb::isinstance<AbortInput>(event)) {
+        events.push_back(nb::cast<const AbortInput&>(event));
+      } else if (nb::isinstance<TransferAckInput>(event)) {
+        events.push_back(nb::cast<const TransferAckInput&>(event));
+      } else {
+        throw nb::type_error("advance: an event is a StepDone, an Abort or a TransferAck");
+      }
+    }
+    return scheduler.advance(events);
+  }
+};
+
+void submit(BoundScheduler& self, nb::sequence sequence) {
+  std::vector<RequestSpec> specs;
+  for (nb::handle spec : sequence) specs.push_back(nb::cast<const RequestSpec&>(spec));
+  self.scheduler.submit(specs);
+}
+
+std::int64_t require_count(const char* field, std::int64_t value, std::int64_t low) {
+  if (value >= low) return value;
+  throw std::invalid_argument(std::string(field) + ": " + std::to_string(value) + " is not >= " +
+                              std::to_string(low));
+}
+
+nb::dict stats(const BoundScheduler& self) {
+  const Scheduler& scheduler = self.scheduler;
+  const PagePool& pool = scheduler.pool();
+  const Stats& counts = scheduler.stats();
+  nb::dict out;
+  out["num_pages"] = pool.num_pages();
+  out["free_pages"] = pool.count(PageOwner::kFree);
+  out["owned_pages"] = pool.count(PageOwner::kRequest);
+  out["cached_pages"] = pool.count(PageOwner::kTree);
+  out["in_flight_pages"] = pool.count(PageOwner::kInFlight);
+  out["evictable_pages"] = scheduler.tree().num_evictable_pages();
+  out["running"] = scheduler.num_running();
+  out["waiting"] = scheduler.num_waiting();
+  out["leaving"] = scheduler.num_leaving();
+  out["steps_in_flight"] = scheduler.num_steps_in_flight();
+  out["tree_nodes"] = scheduler.tree().num_nodes();
+  out["steps"] = counts.num_steps;
+  out["submitted"] = counts.num_submitted;
+  out["finished"] = counts.num_finished;
+  out["aborted"] = counts.num_aborted;
+  out["failed"] = counts.num_failed;
+  out["retractions"] = counts.num_retractions;
+  out["prompt_tokens"] = counts.num_prompt_tokens;
+  out["cached_prompt_tokens"] = counts.num_cached_tokens;
+  out["page_copies"] = counts.num_page_copies;
+  out["duplicate_pages"] = counts.num_duplicate_pages;
+  out["evicted_pages"] = scheduler.tree().num_evicted_pages();
+  out["kv_events_dropped"] = scheduler.kv_log().num_dropped();
+  return out;
+}
+
+std::vector<TreeNodeView> tree(const BoundScheduler& self, std::int64_t max_nodes) {
+  require_count("max_nodes", max_nodes, 0);
+  const auto limit = static_cast<std::int32_t>(std::min<std::int64_t>(max_nodes, 1 << 20));
+  std::vector<TreeNodeView> views;
+  for (const Node* node : self.scheduler.tree().snapshot(limit)) {
+    TreeNodeView view{node->id.value,
+                      node->is_root() ? -1 : node->parent->id.value,
+                      node->len(),
+                      node->pages.size(),
+                      static_cast<std::int32_t>(node->children.size()),
+                      node->num_users,
+                      node->last_used_ms,
+                      {},
+                      {}};
+    if (!node->hashes.empty()) {
+      view.page_hash.assign(node->hashes.back().begin(), node->hashes.back().end());
+    }
+    const auto shown = std::min<std::size_t>(node->tokens.size(), 16);
+    view.first_token_ids.assign(node->tokens.begin(),
+                                node->tokens.begin() + static_cast<std::ptrdiff_t>(shown));
+    views.push_back(std::move(view));
+  }
+  return views;
+}
+
+std::int64_t drop_prefix(BoundScheduler& self, const InArray1<TokenId>& token_ids,
+                         std::int64_t keep_tokens, const std::string& salt) {
+  require_count("keep_tokens", keep_tokens, 0);
+  const std::int64_t most = self.scheduler.config().max_context_len;
+  return self.scheduler.drop_prefix(as_tokens(token_ids),
+                                    static_cast<std::int32_t>(std::min(keep_tokens, most)), salt);
+}
+
+void check_integrity(const BoundScheduler& self) {
+  const std::string broken = self.scheduler.find_broken_invariant();
+  if (!broken.empty()) throw std::runtime_error("broken invariant: " + broken);
+}
+
+nb::list fsm_rows() {
+  nb::list rows;
+  for (const FsmRow& row : fsm_table()) {
+    rows.append(nb::make_tuple(nb::str(row.state.data(), row.state.size()),
+                               nb::str(row.event.data(), row.event.size()),
+                               nb::str(row.next.data(), row.next.size())));
+  }
+  return rows;
+}
+
+}  // namespace
+
+void bind_scheduler(nb::module_& module) {
+  nb::class_<BoundScheduler>(module, "Scheduler")
+      .def(nb::init<const SchedulerConfig&>(), nb::arg("config"))
+      .def("submit", &submit, nb::arg("specs"))
+      .def("next_plan", &BoundScheduler::next_plan, nb::arg("now_ms"))
+      .def("advance", &BoundScheduler::advance, nb::arg("events"))
+      .def(
+          "query_prefix",
+          [](const BoundScheduler& self, const InArray1<TokenId>& token_ids,
+             const std::string& salt) {
+            return PrefixHit{self.scheduler.query_prefix(as_tokens(token_ids), salt), 0, 0};
+          },
+          nb::arg("token_ids").noconvert(), nb::arg("salt") = "")
+      .def("drop_prefix", &drop_prefix, nb::arg("token_ids").noconvert(),
+           nb::arg("keep_tokens") = 0, nb::arg("salt") = "")
+      .def("drain_kv_events",
+           [](BoundScheduler& self) { return self.scheduler.drain_kv_events(); })
+      .def("stats", &stats)
+      .def("tree", &tree, nb::arg("max_nodes") = 256)
+      .def("check_integrity", &check_integrity);
+  module.def("fsm_table", &fsm_rows);
+}
+
+}  // namespace moorage
+
+NB_MODULE(_scheduler, module) {
+  moorage::bind_inputs(module);
+  moorage::bind_outputs(module);
+  moorage::bind_scheduler(module);
+}

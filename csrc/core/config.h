@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the scheduler is built from, and the single place that validates it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace moorage {
+
+struct SchedulerConfig {
+  std::int32_t page_size = 64;        // tokens
+  std::int32_t num_pages = 0;         // of the device pool
+  std::int32_t max_slots = 0;         // rows that may run at once
+  std::int32_t max_context_len = 0;   // tokens of prompt + output
+  std::int32_t token_budget = 512;    // prefill + decode tokens of one step
+  std::string model_fingerprint;      // part of every namespace
+
+  std::int64_t ageing_ms = 10'000;    // waiting this long is worth one priority class
+  std::int64_t suffix_us_per_token = 100;  // an uncached token delays its request by this much
+
+  std::int32_t pages_of(std::int64_t num_tokens) const {
+    return static_cast<std::int32_t>((num_tokens + page_size - 1) / page_size);
+  }
+
+  // Throws std::invalid_argument naming the field, its value and what is allowed.
+  void validate() const;
+};
+
+}  // namespace moorage

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// The device pool's page ids: a free list and the owner class of every page. Knows no bytes.
+//
+// Invariants:
+//   count(kFree) + count(kRequest) + count(kTree) + count(kInFlight) == num_pages
+//   a page changes owner only through OwnedPages; giving back a free page aborts the process
+// Thread rule: one thread.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "core/ids.h"
+
+namespace moorage {
+
+enum class PageOwner : std::uint8_t {
+  kFree,
+  kRequest,   // the private tail of a running request
+  kTree,      // a node of the radix tree
+  kInFlight,  // held only because a planned step may still touch it
+};
+
+class PagePool {
+ public:
+  explicit PagePool(std::int32_t num_pages);
+  ~PagePool();  // Requires: every page is free again
+  PagePool(const PagePool&) = delete;
+  PagePool& operator=(const PagePool&) = delete;
+
+  std::int32_t num_pages() const { return static_cast<std::int32_t>(owner_.size()); }
+  std::int32_t num_free() const { return static_cast<std::int32_t>(free_.size()); }
+  std::int32_t count(PageOwner owner) const { return counts_[static_cast<std::size_t>(owner)]; }
+  PageOwner owner_of(PageId page) const { return owner_[static_cast<std::size_t>(page.value)]; }
+  const std::vector<PageId>& free_list() const { return free_; }
+
+ private:
+  friend class OwnedPages;
+
+  PageId take(PageOwner owner);  // Requires: num_free() > 0
+  void give_back(PageId page, PageOwner from);
+  void change_owner(PageId page, PageOwner from, PageOwner to);
+
+  std::vector<PageId> free_;  // a stack: the page freed last is warm in cache
+  std::vector<PageOwner> owner_;
+  std::array<std::int32_t, 4> counts_{};
+};
+
+}  // namespace moorage

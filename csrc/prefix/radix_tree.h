@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which token prefixes have KV, and in which pages. Knows no request and no step.
+//
+// Invariants:
+//   every node but a leaf ends on a page boundary; only a leaf's last page may be partly filled
+//   siblings are ordered by their first page's tokens, and no two share a whole page
+//   num_users counts references to the node and below; eviction never touches a node with users
+//   a full page's hash is computed once, when the page enters the tree
+// Thread rule: one thread. Node pointers in a PrefixMatch are valid until the next non-const call.
+#pragma once
+
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "events/kv_events.h"
+#include "prefix/eviction.h"
+#include "prefix/node.h"
+
+namespace moorage {
+
+struct PrefixMatch {
+  Node* node = nullptr;       // where the full pages end (possibly inside it); null: no such space
+  std::int32_t full_len = 0;  // tokens matched in full pages
+  Node* partial_node = nullptr;  // holds a page whose first partial_len tokens match too
+  std::int32_t partial_index = 0;
+  std::int32_t partial_len = 0;
+
+  std::int32_t len() const { return full_len + partial_len; }
+};
+
+class RadixTree {
+ public:
+  RadixTree(PagePool& pool, std::int32_t page_size, std::string model_fingerprint, KvEventLog& log);
+  ~RadixTree();  // Requires: no NodeRef is alive
+
+  void set_now(TimeMs now_ms) { now_ms_ = now_ms; }
+
+  // Longest cached prefix, token-exact. Changes nothing, not even recency.
+  PrefixMatch find(const std::string& salt, TokenSpan tokens) const;
+
+  // References the path up to match.full_len, splitting a node there if need be; keeps `match` valid.
+  NodeRef pin(const std::string& salt, PrefixMatch& match);
+
+  NodeRef pin_partial(const PrefixMatch& match);  // Requires: match.partial_len > 0
+  bool can_take_partial(const PrefixMatch& match) const;
+  OwnedPages take_partial(const PrefixMatch& match);  // Requires: can_take_partial(match)
+
+  // Appends full pages below `ref` and moves it to their end. A page that was there already is not
+  // stored twice: the caller's copy comes back, and `adopted` gets the tree's (index, page).
+  struct Adopted {
+    std::int32_t index;  // of the page in the sequence
+    PageId page;
+  };
+  OwnedPages publish(NodeRef& ref, TokenSpan tokens, OwnedPages pages,
+                     std::vector<Adopted>& adopted);
+
+  // Appends a partly filled page below `ref` (or frees it if its tokens are there already).
+  void publish_partial(NodeRef& ref, TokenSpan tokens, OwnedPages page);
+
+  std::int32_t evict(std::int32_t num_pages);  // returns pages freed
+  std::int32_t drop(const std::string& salt, TokenSpan tokens, std::int32_t keep_tokens);
+
+  std::int32_t num_evictable_pages() const { return num_evictable_pages_; }
+  // Pages that pin(match), and then pin_partial(match), would take from the evictable ones.
+  std::int32_t num_evictable_on_path(const PrefixMatch& match) const;
+  std::int32_t num_evictable_beside(const PrefixMatch& match) const;
+  std::int64_t num_evicted_pages() const { return num_evicted_pages_; }
+  std::int64_t num_nodes() const { return num_nodes_; }
+  std::vector<PageId> pages_of(const Node& node) const;       // from the root to its end
+  std::vector<PageHash> hashes_of(const Node& node) const;    // of the full pages on that path
+  std::vector<const Node*> snapshot(std::int32_t max_nodes) const;  // breadth first
+  std::string find_broken_invariant() const;                  // empty: none; walks everything
+
+ private:
+  friend class NodeRef;
+  struct Space {
+    PrefixSpace names;
+    std::unique_ptr<Node> root;
+  };
+
+  void acquire(Node& node);
+  void release(Node& node);
+  void add_user(Node& node);
+  void merge_upwards(Node* node);
+  void merge_only_child(Node& node);
+  void move_down(NodeRef& ref, Node& child);
+  Node& make_root(const std::string& salt);
+  Node& add_child(Node& parent, std::size_t at);
+  Node& split(Node& node, std::int32_t num_tokens);
+  void append_pages(Node& node, TokenSpan tokens, OwnedPages pages);
+  void drop_covered_partial(Node& parent, TokenSpan tokens);
+  void cut_pages(Node& node, std::int32_t num_pages);
+  Node* remove_leaf(Node& node);  // returns its parent
+  void drop_root_if_unused(Node& root);
+  TokenSpan first_page(const Node& node) const;
+  std::size_t child_position(const Node& parent, TokenSpan page) const;
+  Node* full_child(const Node& parent, TokenSpan tokens) const;
+  void find_partial(const Node& parent, TokenSpan rest, PrefixMatch& match) const;
+  std::string check_node(const Node& node, std::int32_t& evictable, std::size_t& leaves) const;
+
+  PagePool& pool_;
+  const std::int32_t page_size_;
+  const std::string model_fingerprint_;
+  KvEventLog& log_;
+
+  std::unordered_map<std::string, std::unique_ptr<Space>> spaces_;
+  EvictionQueue evictable_;  // leaves without users
+  std::int32_t num_evictable_pages_ = 0;
+  std::int64_t num_evicted_pages_ = 0;
+  std::int64_t num_nodes_ = 0;
+  std::int64_t next_node_id_ = 0;
+  TimeMs now_ms_ = 0;
+};
+
+}  // namespace moorage

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// What can happen to a request. Plain values; an event carries what its target state will own.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "requests/states.h"
+
+namespace moorage {
+
+enum class EventKind : std::uint8_t {
+  kAdmit,
+  kPrefillDone,
+  kFinish,
+  kAbort,
+  kFail,
+  kRetract,
+  kDrained,
+};
+
+struct Admit {
+  static constexpr EventKind kKind = EventKind::kAdmit;
+  static constexpr std::string_view kName = "Admit";
+  Holdings kv;
+};
+
+struct PrefillDone {
+  static constexpr EventKind kKind = EventKind::kPrefillDone;
+  static constexpr std::string_view kName = "PrefillDone";
+};
+
+struct Finish {
+  static constexpr EventKind kKind = EventKind::kFinish;
+  static constexpr std::string_view kName = "Finish";
+};
+
+struct Abort {
+  static constexpr EventKind kKind = EventKind::kAbort;
+  static constexpr std::string_view kName = "Abort";
+};
+
+struct Fail {
+  static constexpr EventKind kKind = EventKind::kFail;
+  static constexpr std::string_view kName = "Fail";
+  std::string message;
+};
+
+struct Retract {
+  static constexpr EventKind kKind = EventKind::kRetract;
+  static constexpr std::string_view kName = "Retract";
+};
+
+struct Drained {  // no planned step touches the request's memory any more
+  static constexpr EventKind kKind = EventKind::kDrained;
+  static constexpr std::string_view kName = "Drained";
+};
+
+}  // namespace moorage

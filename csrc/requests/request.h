@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// One request: what was asked, what is known of its tokens, and its state.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/token_span.h"
+#include "requests/states.h"
+
+namespace moorage {
+
+struct RequestSpec {
+  RequestId request_id;
+  std::vector<TokenId> token_ids;
+  std::int64_t max_new_tokens = 0;
+  std::int64_t priority = 0;  // lower runs first
+  std::string tenant;
+  std::string salt;
+};
+
+// Token positions of a request, all in one sequence of prompt and output:
+//   [0, num_computed)             KV written by steps whose results are in
+//   [num_computed, num_planned)   KV being written by steps in flight
+//   [num_planned, tokens.size())  known, to be prefilled (or the one token to decode from)
+struct Request {
+  RequestId id;
+  std::int64_t sequence = 0;  // order of arrival
+  std::int64_t order_key_us = 0;  // who goes first: smaller first, then `sequence`
+  std::int64_t priority = 0;
+  std::string tenant;
+  std::string salt;
+  std::vector<TokenId> tokens;
+  std::int32_t prompt_len = 0;
+  std::int32_t max_new_tokens = 0;
+
+  std::int32_t num_computed = 0;
+  std::int32_t num_planned = 0;
+  std::int32_t num_trusted = 0;       // KV found in the tree at admission: sound even after a NaN
+  std::int32_t prefill_end = 0;       // the prompt, and after a retraction the output so far
+  std::int32_t num_steps_in_flight = 0;
+  std::int32_t num_samples_in_flight = 0;
+  bool was_retracted = false;
+
+  RequestId leader;                   // computes the prefix this request waits for
+  std::int32_t leader_len = 0;        // wait until that much of it is published
+
+  State state = Waiting{};
+
+  std::int32_t len() const { return static_cast<std::int32_t>(tokens.size()); }
+  std::int32_t num_outputs() const { return len() - prompt_len; }
+  bool runs_before(const Request& other) const {
+    if (order_key_us != other.order_key_us) return order_key_us < other.order_key_us;
+    return sequence < other.sequence;
+  }
+
+  // The memory it holds; null where its state holds none.
+  Holdings* holdings() {
+    return std::visit(
+        [](auto& state) -> Holdings* {
+          if constexpr (requires { state.kv; }) return &state.kv;
+          return nullptr;
+        },
+        state);
+  }
+  template <class S>
+  bool is() const {
+    return std::holds_alternative<S>(state);
+  }
+};
+
+}  // namespace moorage

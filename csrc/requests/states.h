@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The states of a request. Each owns exactly what is legal in it, so leaving a state gives back
+// what the next one may not hold.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <variant>
+
+#include "pages/owned_pages.h"
+#include "prefix/node.h"
+#include "schedule/slots.h"
+
+namespace moorage {
+
+// KV of a request that runs. Who owns which tokens:
+//   [0, prefix.node().end())   the radix tree; kept by the reference, all pages full
+//   [prefix.node().end(), ...) `tail`: private pages, the last ones perhaps not yet written
+struct Holdings {
+  OwnedSlot slot;
+  NodeRef prefix;
+  OwnedPages tail;
+
+  std::int32_t base_len() const { return prefix.node().end(); }
+};
+
+enum class EndStatus : std::uint8_t { kFinished, kAborted, kFailed };
+
+enum class StateKind : std::uint8_t {
+  kWaiting,
+  kPrefilling,
+  kDecoding,
+  kRetracting,
+  kDraining,
+  kEnded,
+};
+
+struct Waiting {  // queued, new or retracted; holds no memory
+  static constexpr StateKind kKind = StateKind::kWaiting;
+  static constexpr std::string_view kName = "Waiting";
+};
+
+struct Prefilling {  // tokens whose KV is still to be computed are known
+  static constexpr StateKind kKind = StateKind::kPrefilling;
+  static constexpr std::string_view kName = "Prefilling";
+  Holdings kv;
+};
+
+struct Decoding {  // every known token but the last has its KV
+  static constexpr StateKind kKind = StateKind::kDecoding;
+  static constexpr std::string_view kName = "Decoding";
+  Holdings kv;
+};
+
+struct Retracting {  // gives its memory back once the steps in flight are over, then waits
+  static constexpr StateKind kKind = StateKind::kRetracting;
+  static constexpr std::string_view kName = "Retracting";
+  Holdings kv;
+};
+
+struct Draining {  // over; its memory stays until the steps in flight are over
+  static constexpr StateKind kKind = StateKind::kDraining;
+  static constexpr std::string_view kName = "Draining";
+  Holdings kv;
+  EndStatus status;
+  std::string message;
+};
+
+struct Ended {
+  static constexpr StateKind kKind = StateKind::kEnded;
+  static constexpr std::string_view kName = "Ended";
+  EndStatus status;
+  std::string message;
+};
+
+using State = std::variant<Waiting, Prefilling, Decoding, Retracting, Draining, Ended>;
+
+}  // namespace moorage

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+// Letting a waiting request run: what of it is cached, who computes the rest of it already,
+// whether its pages fit beside what the running ones still need.
+#include <algorithm>
+
+#include "schedule/scheduler.h"
+
+namespace moorage {
+
+// In order, without passing anyone by for lack of memory: the head is never starved.
+void Scheduler::plan_admissions(Plan& plan) {
+  for (auto at = waiting_.begin(); at != waiting_.end();) {
+    if (prefill_budget_ <= 0 || slots_.num_free() == 0) return;
+    Request& request = **at;
+    const Admitted outcome = try_admit(request, plan);
+    if (outcome == Admitted::kNoMemory) return;
+    at = outcome == Admitted::kYes ? waiting_.erase(at) : std::next(at);
+  }
+}
+
+Scheduler::Admitted Scheduler::try_admit(Request& request, Plan& plan) {
+  if (is_following(request)) return Admitted::kFollows;
+  // The last token is computed even if it is cached: its logits are wanted.
+  PrefixMatch match = tree_.find(request.salt, TokenSpan(request.tokens).first(request.len() - 1));
+  if (find_leader(request, match.full_len)) return Admitted::kFollows;
+  if (!fits(request, match)) return Admitted::kNoMemory;
+  admit(request, match, plan);
+  return Admitted::kYes;
+}
+
+// A leader that ended, was retracted or has published enough is followed no longer.
+bool Scheduler::is_following(const Request& request) const {
+  if (!request.leader.is_valid()) return false;
+  Request* leader = find_request(request.leader);
+  return leader != nullptr && leader->is<Prefilling>() &&
+         leader->holdings()->base_len() < request.leader_len;
+}
+
+// Single flight: full pages that a running prefill is about to publish are not computed twice.
+// Leaders run and followers wait, so there is no cycle.
+bool Scheduler::find_leader(Request& request, std::int32_t cached_full_len) {
+  const std::int32_t page_size = config_.page_size;
+  const TokenSpan wanted = TokenSpan(request.tokens).first(request.len() - 1);
+  request.leader = RequestId{};
+  request.leader_len = cached_full_len;
+  if (cached_full_len + page_size > static_cast<std::int32_t>(wanted.size())) return false;
+  for (Request* other : running_) {
+    if (!other->is<Prefilling>() || other->salt != request.salt) continue;
+    const TokenSpan theirs = TokenSpan(other->tokens).first(other->prefill_end);
+    if (cached_full_len + page_size > static_cast<std::int32_t>(theirs.size())) continue;
+    const TokenSpan next_page = wanted.subspan(cached_full_len, page_size);
+    if (compare_tokens(next_page, theirs.subspan(cached_full_len, page_size)) != 0) continue;
+    const std::int32_t shared = common_prefix_len(wanted, theirs) / page_size * page_size;
+    if (shared <= request.leader_len) continue;
+    request.leader = other->id;
+    request.leader_len = shared;
+  }
+  if (!request.leader.is_valid()) return false;
+  Request* leader = find_request(request.leader);
+  if (request.runs_before(*leader)) {  // whoever waits lends its place
+    running_.erase(std::ranges::find(running_, leader));
+    leader->order_key_us = request.order_key_us;
+    insert_running(*leader);
+  }
+  return true;
+}
+
+// Pages the running requests will want soon: the rest of their prefill and one more each.
+std::int32_t Scheduler::num_promised_pages() const {
+  std::int32_t promised = 0;
+  for (Request* request : running_) {
+    const Holdings& kv = *request->holdings();
+    const std::int32_t held = kv.base_len() / config_.page_size + kv.tail.size();
+    promised += std::max(0, config_.pages_of(request->prefill_end) - held) + 1;
+  }
+  return promised;
+}
+
+bool Scheduler::fits(const Request& request, PrefixMatch& match) const {
+  const std::int32_t last_len = request.prompt_len + request.max_new_tokens - 1;
+  const std::int32_t needed = config_.pages_of(std::min(request.len() + 1, last_len)) -
+                              match.full_len / config_.page_size;
+  const std::int32_t room =
+      pool_.num_free() + tree_.num_evictable_pages() - tree_.num_evictable_on_path(match);
+  const std::int32_t copied =
+      tree_.can_take_partial(match) ? 0 : tree_.num_evictable_beside(match);
+  if (running_.empty() && num_leaving_ == 0) {
+    // Alone, it fits (submit saw to that), if need be without the page it would copy from.
+    if (needed > room - copied) match.partial_node = nullptr, match.partial_len = 0;
+    return true;
+  }
+  return needed + num_promised_pages() <= room - copied;
+}
+
+void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
+  const bool is_page_moved = tree_.can_take_partial(match);
+  NodeRef prefix = tree_.pin(request.salt, match);
+  OwnedPages tail(pool_, PageOwner::kRequest);
+  if (is_page_moved) {
+    tail.append(tree_.take_partial(match));
+  } else if (match.partial_len > 0) {
+    const PageId source = match.partial_node->pages[match.partial_index];
+    copy_sources_.push_back(tree_.pin_partial(match));
+    make_room(1);
+    plan.page_copies.push_back({source.value, tail.grow().value, match.partial_len});
+    stats_.num_page_copies += 1;
+  }
+
+  OwnedSlot slot = slots_.take();
+  std::int32_t index = 0;
+  for (const PageId page : tree_.pages_of(prefix.node())) {
+    plan.page_deltas.push_back({slot.id().value, index++, page.value});
+  }
+  for (const PageId page : tail.view()) {
+    plan.page_deltas.push_back({slot.id().value, index++, page.value});
+  }
+  plan.admissions.push_back({request.id.value, slot.id().value, request.len(), match.len(), 0, 0,
+                             request.was_retracted});
+  stats_.num_prompt_tokens += request.len();
+  stats_.num_cached_tokens += match.len();
+
+  request.num_computed = request.num_planned = request.num_trusted = match.len();
+  request.prefill_end = request.len();
+  request.leader = RequestId{};
+  fire(request, Admit{Holdings{std::move(slot), std::move(prefix), std::move(tail)}});
+  insert_running(request);
+  const auto at = std::ranges::find(running_, &request) - running_.begin();
+  const std::int32_t rest = request.prefill_end - request.num_planned;
+  plan_row(static_cast<std::size_t>(at), std::min(rest, prefill_budget_), true, plan);
+}
+
+void Scheduler::insert_running(Request& request) {
+  running_.insert(std::ranges::upper_bound(running_, &request, RunsBefore{}), &request);
+}
+
+}  // namespace moorage

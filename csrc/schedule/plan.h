@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// What one step does, as contiguous arrays. T tokens, R rows (prefill rows first).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/ids.h"
+#include "prefix/page_hash.h"
+#include "requests/states.h"
+
+namespace moorage {
+
+struct Admission {
+  std::int64_t request_id;
+  std::int32_t slot;
+  std::int32_t prompt_len;  // after a retraction: prompt and output so far
+  std::int32_t cached_l1;
+  std::int32_t cached_l2;
+  std::int32_t cached_l3;
+  bool readmitted;
+};
+
+struct Plan {
+  std::int64_t step_id = -1;
+  std::vector<std::int64_t> row_request_ids;          // [R]
+  std::vector<std::int32_t> row_slots;                // [R]
+  std::vector<std::int32_t> row_starts;               // [R]
+  std::vector<std::int32_t> row_lens;                 // [R]
+  std::vector<std::uint8_t> row_samples;              // [R]
+  std::vector<std::int32_t> input_ids;                // [T], -1: still on the device
+  std::vector<std::int32_t> slot_mapping;             // [T]
+  std::vector<std::array<std::int32_t, 3>> page_deltas;  // [D] (slot, index, page), no pair twice
+  std::vector<std::array<std::int32_t, 3>> page_copies;  // [C] (source, target, tokens)
+  std::vector<Admission> admissions;
+  std::vector<std::int64_t> retracted;
+
+  void clear() {  // keeps the capacity: a step allocates nothing
+    step_id = -1;
+    row_request_ids.clear(), row_slots.clear(), row_starts.clear(), row_lens.clear();
+    row_samples.clear(), input_ids.clear(), slot_mapping.clear(), page_deltas.clear();
+    page_copies.clear(), admissions.clear(), retracted.clear();
+  }
+};
+
+// Results of one step in the plan's row order, as views of the caller's memory.
+struct StepResult {
+  StepId step_id;
+  std::int32_t num_rows;
+  std::int32_t num_columns;          // K
+  const std::int32_t* num_accepted;  // [R]
+  const std::int32_t* token_ids;     // [R, K]
+  const std::uint8_t* finished;      // [R]
+  const std::uint8_t* failed;        // [R]
+};
+
+struct EndedRequest {
+  std::int64_t request_id;
+  EndStatus status;
+  std::string message;
+  std::int32_t num_cached_tokens = 0;
+  std::vector<PageHash> page_hashes;
+};
+
+}  // namespace moorage

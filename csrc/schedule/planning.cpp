@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+// Making a step of the running requests: decode rows, chunks of prefill, and who gives way when
+// pages run out. Nothing here depends on the length of a context.
+#include <algorithm>
+#include <stdexcept>
+
+#include "schedule/scheduler.h"
+
+namespace moorage {
+
+void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
+  if (num_steps_in_flight_ >= kMaxStepsInFlight) {
+    throw std::logic_error("next_plan: 2 steps are in flight; advance the older one first");
+  }
+  now_ms_ = std::max(now_ms_, now_ms);
+  tree_.set_now(now_ms_);
+  plan.clear();
+  prefill_rows_.clear();
+  decode_rows_.clear();
+  copy_sources_.clear();
+  is_short_of_pages_ = false;
+
+  take_in_arrivals();
+  emit_table_changes(plan);
+  plan_running(plan);
+  if (!is_short_of_pages_) plan_admissions(plan);
+  plan.retracted.swap(retracted_);
+  emit_rows(plan);
+}
+
+bool Scheduler::wants_decode(const Request& request) const {
+  return request.num_planned >= request.prefill_end &&
+         request.num_outputs() + request.num_samples_in_flight < request.max_new_tokens;
+}
+
+// Best first, so that whoever must give way has no row in this plan yet.
+void Scheduler::plan_running(Plan& plan) {
+  std::int32_t num_decodes = 0;
+  std::int32_t num_prefills = waiting_.empty() ? 0 : 1;
+  for (const Request* request : running_) {
+    num_decodes += wants_decode(*request) ? 1 : 0;
+    num_prefills += request->num_planned < request->prefill_end ? 1 : 0;
+  }
+  // Streams come first, but they never take the whole step from a prefill that waits.
+  const std::int32_t kept = num_prefills == 0 ? 0 : (config_.token_budget + 3) / 4;
+  const std::int32_t decode_budget =
+      std::min(num_decodes, std::max(1, config_.token_budget - kept));
+  prefill_budget_ = config_.token_budget - decode_budget;
+
+  const std::int32_t first = decode_budget < num_decodes ? decode_cursor_ % num_decodes : 0;
+  std::int32_t nth_decode = 0;
+  for (std::size_t i = 0; i < running_.size(); ++i) {
+    Request& request = *running_[i];
+    if (wants_decode(request)) {
+      const std::int32_t turn = (nth_decode++ - first + num_decodes) % num_decodes;
+      if (turn < decode_budget) plan_row(i, 1, false, plan);
+    } else if (request.num_planned < request.prefill_end && prefill_budget_ > 0) {
+      const std::int32_t rest = request.prefill_end - request.num_planned;
+      plan_row(i, std::min(rest, prefill_budget_), true, plan);
+    }
+  }
+  decode_cursor_ = decode_budget < num_decodes ? first + decode_budget : 0;
+}
+
+void Scheduler::plan_row(std::size_t index, std::int32_t len, bool is_prefill, Plan& plan) {
+  Request& request = *running_[index];
+  const std::int32_t start = request.num_planned;
+  len = reserve(index, len, plan);
+  if (len == 0) return;
+  const bool samples = start + len >= request.prefill_end;
+  (is_prefill ? prefill_rows_ : decode_rows_).push_back({&request, start, len, samples});
+  if (is_prefill) prefill_budget_ -= len;
+  request.num_planned += len;
+  request.num_steps_in_flight += 1;
+  request.num_samples_in_flight += samples ? 1 : 0;
+}
+
+bool Scheduler::make_room(std::int32_t num_pages) {
+  const std::int32_t lacking = num_pages - pool_.num_free();
+  if (lacking > 0) tree_.evict(lacking);
+  return pool_.num_free() >= num_pages;
+}
+
+// Takes what pages it can for tokens up to `end`; returns how far they reach.
+std::int32_t Scheduler::grow_tail(Request& request, std::int32_t end, Plan& plan) {
+  Holdings& kv = *request.holdings();
+  const std::int32_t first_page = kv.base_len() / config_.page_size;
+  const std::int32_t lacking = config_.pages_of(end) - first_page - kv.tail.size();
+  if (lacking > 0) make_room(lacking);
+  for (std::int32_t i = std::min(lacking, pool_.num_free()); i > 0; --i) {
+    const std::int32_t index = first_page + kv.tail.size();
+    plan.page_deltas.push_back({kv.slot.id().value, index, kv.tail.grow().value});
+  }
+  return std::min(end, (first_page + kv.tail.size()) * config_.page_size);
+}
+
+// How many of `len` tokens have a page to be written to; others give way if not one has.
+std::int32_t Scheduler::reserve(std::size_t index, std::int32_t len, Plan& plan) {
+  Request& request = *running_[index];
+  const std::int32_t start = request.num_planned;
+  while (true) {
+    const std::int32_t covered = grow_tail(request, start + len, plan);
+    if (covered > start) return covered - start;
+    is_short_of_pages_ = true;
+    const bool is_memory_coming = num_leaving_ > 0 || pool_.count(PageOwner::kInFlight) > 0;
+    if (is_memory_coming || running_.size() == 1) return 0;
+    const bool gives_way_itself = running_.size() - 1 == index;
+    retract(*running_.back());
+    if (gives_way_itself) return 0;
+  }
+}
+
+// The victim is the last in running order: lowest class, then latest; never simply the longest.
+void Scheduler::retract(Request& request) {
+  stats_.num_retractions += 1;
+  leave_running(request);
+  fire(request, Retract{});
+  if (request.num_steps_in_flight == 0) requeue(request);
+}
+
+void Scheduler::requeue(Request& request) {
+  num_leaving_ -= 1;
+  fire(request, Drained{});
+  request.num_computed = 0;
+  request.num_planned = 0;
+  request.num_trusted = 0;
+  request.was_retracted = true;
+  request.leader = RequestId{};
+  waiting_.insert(&request);
+  retracted_.push_back(request.id.value);
+}
+
+// Pages that were swapped for the tree's own copy since the last plan.
+void Scheduler::emit_table_changes(Plan& plan) {
+  for (const TableChange& change : table_changes_) {
+    Request* request = find_request(change.request_id);
+    const Holdings* kv = request == nullptr ? nullptr : request->holdings();
+    if (kv == nullptr) continue;
+    plan.page_deltas.push_back({kv->slot.id().value, change.index, change.page.value});
+  }
+  table_changes_.clear();
+}
+
+void Scheduler::emit_rows(Plan& plan) {
+  if (prefill_rows_.empty() && decode_rows_.empty()) return;
+  for (const StepRow& row : prefill_rows_) emit_row(row, plan);
+  for (const StepRow& row : decode_rows_) emit_row(row, plan);
+  plan.step_id = next_step_id_++;
+  stats_.num_steps += 1;
+  num_steps_in_flight_ += 1;
+  Step& step = newest_step();
+  step.id = StepId{plan.step_id};
+  step.rows.assign(prefill_rows_.begin(), prefill_rows_.end());
+  step.rows.insert(step.rows.end(), decode_rows_.begin(), decode_rows_.end());
+}
+
+void Scheduler::emit_row(const StepRow& row, Plan& plan) {
+  Request& request = *row.request;
+  const Holdings& kv = *request.holdings();
+  plan.row_request_ids.push_back(request.id.value);
+  plan.row_slots.push_back(kv.slot.id().value);
+  plan.row_starts.push_back(row.start);
+  plan.row_lens.push_back(row.len);
+  plan.row_samples.push_back(row.samples ? 1 : 0);
+  const std::int32_t base = kv.base_len();
+  for (std::int32_t at = row.start; at < row.start + row.len; ++at) {
+    plan.input_ids.push_back(at < request.len() ? request.tokens[static_cast<std::size_t>(at)] : -1);
+    const PageId page = kv.tail[(at - base) / config_.page_size];
+    plan.slot_mapping.push_back(page.value * config_.page_size + at % config_.page_size);
+  }
+}
+
+}  // namespace moorage

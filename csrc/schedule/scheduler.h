@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who runs, who keeps memory, who gives it back: submit, next_plan, advance.
+//
+// Does not know: any clock (time is an input), tensors, sessions. Deterministic: the same calls
+// give bit-identical plans.
+//
+// Invariants:
+//   free + request + tree + in-flight pages == num_pages, each page in one place
+//   running_ holds the Prefilling and Decoding requests, best first; waiting_ the Waiting ones
+//   memory a step in flight may touch is not handed out before its result is in
+//   the first of running_ always progresses: all others can be made to give way
+// Thread rule: one thread.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <set>
+#include <span>
+#include <unordered_map>
+#include <variant>
+#include <vector>
+
+#include "core/config.h"
+#include "events/kv_events.h"
+#include "pages/page_pool.h"
+#include "prefix/radix_tree.h"
+#include "requests/request.h"
+#include "requests/transitions.h"
+#include "schedule/plan.h"
+#include "schedule/slots.h"
+
+namespace moorage {
+
+struct AbortInput {
+  RequestId request_id;
+};
+struct TransferAckInput {
+  std::int64_t ticket;
+  bool ok;
+};
+using InputEvent = std::variant<StepResult, AbortInput, TransferAckInput>;
+
+struct Stats {
+  std::int64_t num_steps = 0;
+  std::int64_t num_submitted = 0;
+  std::int64_t num_finished = 0;
+  std::int64_t num_aborted = 0;
+  std::int64_t num_failed = 0;
+  std::int64_t num_retractions = 0;
+  std::int64_t num_prompt_tokens = 0;  // of admissions, and how many of them were cached
+  std::int64_t num_cached_tokens = 0;
+  std::int64_t num_page_copies = 0;
+  std::int64_t num_duplicate_pages = 0;
+};
+
+class Scheduler {
+ public:
+  static constexpr std::int32_t kMaxStepsInFlight = 2;
+
+  explicit Scheduler(SchedulerConfig config);
+
+  // Throws std::invalid_argument naming the field; then none of the specs was inserted.
+  void submit(std::span<const RequestSpec> specs);
+
+  // Requires: fewer than kMaxStepsInFlight results outstanding, else throws std::logic_error.
+  void next_plan(TimeMs now_ms, Plan& plan);
+
+  // Throws std::invalid_argument before anything is applied.
+  std::vector<EndedRequest> advance(std::span<const InputEvent> events);
+
+  std::int32_t query_prefix(TokenSpan tokens, const std::string& salt) const {
+    return tree_.find(salt, tokens).len();
+  }
+  std::int32_t drop_prefix(TokenSpan tokens, std::int32_t keep_tokens, const std::string& salt) {
+    return tree_.drop(salt, tokens, keep_tokens);
+  }
+  std::vector<KvEvent> drain_kv_events() { return kv_log_.drain(); }
+
+  const SchedulerConfig& config() const { return config_; }
+  const PagePool& pool() const { return pool_; }
+  const RadixTree& tree() const { return tree_; }
+  const KvEventLog& kv_log() const { return kv_log_; }
+  const Stats& stats() const { return stats_; }
+  std::int64_t num_running() const { return static_cast<std::int64_t>(running_.size()); }
+  std::int64_t num_waiting() const {
+    return static_cast<std::int64_t>(waiting_.size() + arrivals_.size());
+  }
+  std::int64_t num_leaving() const { return num_leaving_; }
+  std::int32_t num_steps_in_flight() const { return num_steps_in_flight_; }
+
+  std::string find_broken_invariant() const;  // empty: none; walks everything
+
+ private:
+  struct RunsBefore {
+    bool operator()(const Request* a, const Request* b) const { return a->runs_before(*b); }
+  };
+  struct StepRow {
+    Request* request;
+    std::int32_t start;
+    std::int32_t len;
+    bool samples;
+  };
+  struct Step {
+    StepId id;
+    std::vector<StepRow> rows;
+    std::vector<OwnedPages> replaced;  // duplicates the step may still read
+  };
+  struct TableChange {
+    RequestId request_id;
+    std::int32_t index;
+    PageId page;
+  };
+  enum class Admitted : std::uint8_t { kYes, kFollows, kNoMemory };
+
+  // intake.cpp
+  void validate(std::span<const RequestSpec> specs) const;
+  void take_in_arrivals();
+
+  // planning.cpp
+  void plan_running(Plan& plan);
+  void plan_row(std::size_t index, std::int32_t len, bool is_prefill, Plan& plan);
+  bool wants_decode(const Request& request) const;
+  bool make_room(std::int32_t num_pages);
+  std::int32_t grow_tail(Request& request, std::int32_t end, Plan& plan);
+  std::int32_t reserve(std::size_t index, std::int32_t len, Plan& plan);
+  void retract(Request& request);
+  void requeue(Request& request);
+  void emit_table_changes(Plan& plan);
+  void emit_rows(Plan& plan);
+  void emit_row(const StepRow& row, Plan& plan);
+
+  // admission.cpp
+  void plan_admissions(Plan& plan);
+  Admitted try_admit(Request& request, Plan& plan);
+  bool is_following(const Request& request) const;
+  bool find_leader(Request& request, std::int32_t cached_full_len);
+  bool fits(const Request& request, PrefixMatch& match) const;
+  std::int32_t num_promised_pages() const;
+  void admit(Request& request, PrefixMatch match, Plan& plan);
+  void insert_running(Request& request);
+
+  // commit.cpp
+  void validate(std::span<const InputEvent> events) const;
+  void validate_rows(const StepResult& result, const Step& step) const;
+  void commit_step(const StepResult& result, std::vector<EndedRequest>& ended);
+  void commit_row(const StepRow& row, std::span<const TokenId> accepted, bool finished,
+                  bool failed);
+  void abort(Request& request, std::vector<EndedRequest>& ended);
+  template <class E>
+  void fire(Request& request, E event);
+  void leave_running(Request& request);
+  void settle(Request& request, std::vector<EndedRequest>& ended);
+  void publish_full_pages(Request& request);
+  std::int32_t publish_rest(Request& request, EndedRequest& ended);
+  void end(Request& request, std::vector<EndedRequest>& ended);
+
+  Request* find_request(RequestId id) const;
+  Step& oldest_step() { return steps_[first_step_]; }
+  Step& newest_step() {
+    return steps_[(first_step_ + num_steps_in_flight_ - 1) % kMaxStepsInFlight];
+  }
+
+  // Constant after construction.
+  const SchedulerConfig config_;
+
+  // Owned by the caller's thread. Order matters: what holds pages dies before what lends them.
+  KvEventLog kv_log_;
+  PagePool pool_;
+  SlotPool slots_;
+  RadixTree tree_;
+  std::unordered_map<std::int64_t, std::unique_ptr<Request>> requests_;
+  std::vector<Request*> arrivals_;  // submitted, not yet seen by a plan
+  std::set<Request*, RunsBefore> waiting_;
+  std::vector<Request*> running_;
+  std::int64_t num_leaving_ = 0;  // Draining and Retracting requests
+  std::array<Step, kMaxStepsInFlight> steps_;
+  std::int32_t first_step_ = 0;
+  std::int32_t num_steps_in_flight_ = 0;
+  std::vector<NodeRef> copy_sources_;  // of the last plan: kept until the next one is made
+  std::vector<TableChange> table_changes_;
+  std::vector<std::int64_t> retracted_;  // since the last plan
+  Stats stats_;
+  TimeMs now_ms_ = 0;
+  std::int64_t next_step_id_ = 0;
+  std::int64_t next_sequence_ = 0;
+  std::int32_t decode_cursor_ = 0;
+
+  // Scratch of one call, kept for its capacity.
+  std::vector<StepRow> prefill_rows_;
+  std::vector<StepRow> decode_rows_;
+  std::vector<RadixTree::Adopted> adopted_;
+  std::int32_t prefill_budget_ = 0;
+  bool is_short_of_pages_ = false;
+};
+
+}  // namespace moorage

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device and a greedy language model of toy size, to run the scheduler against.
+
+Owns a KV memory that remembers, for each (page, offset), the whole token sequence the entry was
+computed from; so a row that would read another request's KV, or stale KV, is caught at once.
+Does not know how the scheduler decides anything.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import _scheduler as cpp
+
+MASK = (1 << 61) - 1
+
+
+def mix(prefix: int, token: int) -> int:
+    """Hash of a sequence from the hash of all but its last token."""
+    return ((prefix ^ (token + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 + 0x94D049BB) & MASK
+
+
+def seed_of(salt: str) -> int:
+    return mix(17, sum(salt.encode()) + 7)
+
+
+@dataclass
+class Job:
+    """One request as its client knows it."""
+
+    request_id: int
+    prompt: list[int]
+    max_new: int
+    salt: str = ""
+    priority: int = 0
+    tenant: str = "default"
+    outputs: list[int] = field(default_factory=list)
+    slot: int = -1
+    ended: cpp.Ended | None = None
+    admissions: list[tuple[int, int]] = field(default_factory=list)  # (length, cached)
+
+
+class ToyModel:
+    """Greedy: the next token is a function of the whole sequence; some sequences end themselves."""
+
+    def __init__(self, vocab: int = 50, stop_one_in: int = 0) -> None:
+        self.vocab = vocab
+        self.stop_one_in = stop_one_in
+
+    def next_token(self, sequence_hash: int) -> int:
+        return (sequence_hash >> 7) % self.vocab
+
+    def stops(self, sequence_hash: int) -> bool:
+        return self.stop_one_in > 0 and (sequence_hash >> 17) % self.stop_one_in == 0
+
+    def generate(self, job: Job) -> list[int]:
+        """What the job's output must be, however it was scheduled."""
+        state = seed_of(job.salt)
+        for token in job.prompt:
+            state = mix(state, token)
+        outputs: list[int] = []
+        while len(outputs) < job.max_new:
+            token = self.next_token(state)
+            outputs.append(token)
+            if self.stops(state):
+                break
+            state = mix(state, token)
+        return outputs
+
+
+@dataclass
+class Flight:
+    """A step the device has run and whose results the scheduler has not seen."""
+
+    step_id: int
+    request_ids: list[int]
+    samples: list[int]
+    tokens: list[int]
+    finished: list[int]
+    failed: list[int]
+
+
+class Device:
+    """Runs steps in order, as a GPU stream would, checking every KV entry a row reads."""
+
+    def __init__(self, config: cpp.SchedulerConfig, model: ToyModel) -> None:
+        self.page_size = config.page_size
+        self.num_pages = config.num_pages
+        self.model = model
+        width = -(-config.max_context_len // config.page_size) + 1
+        self.page_table = np.full((config.max_slots, width), -1, np.int32)
+        self.next_input_ids = np.full(config.max_slots, -1, np.int64)
+        self.memory = np.zeros((config.num_pages, config.page_size), np.uint64)
+
+    def apply_tables(self, plan: cpp.Plan) -> None:
+        seen = set()
+        for slot, index, page in plan.page_deltas.tolist():
+            assert (slot, index) not in seen, "a table entry is written twice in one plan"
+            assert 0 <= page < self.num_pages
+            seen.add((slot, index))
+            self.page_table[slot, index] = page
+
+    def copy_pages(self, plan: cpp.Plan) -> None:
+        copies = plan.page_copies.tolist()
+        targets = [target for _, target, _ in copies]
+        assert len(set(targets)) == len(targets)
+        assert not set(targets) & {source for source, _, _ in copies}, "copies depend on order"
+        for source, target, tokens in copies:
+            self.memory[target, :tokens] = self.memory[source, :tokens]
+
+    def run(self, plan: cpp.Plan, jobs: dict[int, Job], fail: set[int]) -> Flight:
+        self.apply_tables(plan)
+        self.copy_pages(plan)
+        self.check_plan_shape(plan, jobs)
+        flight = Flight(plan.step_id, [], [], [], [], [])
+        at = 0
+        reads: list[tuple[Job, int, int, list[int]]] = []
+        for r, request_id in enumerate(plan.row_request_ids.tolist()):
+            job, slot = jobs[request_id], int(plan.row_slots[r])
+            start, length = int(plan.row_starts[r]), int(plan.row_lens[r])
+            ids = plan.input_ids[at : at + length].tolist()
+            ids = [int(self.next_input_ids[slot]) if token < 0 else token for token in ids]
+            state = self.state_before(job, slot, start)
+            for offset, token in enumerate(ids):
+                state = mix(state, token)
+                where = int(plan.slot_mapping[at + offset])
+                position = start + offset
+                page = int(self.page_table[slot, position // self.page_size])
+                assert where == page * self.page_size + position % self.page_size
+                self.memory[page, position % self.page_size] = state
+            at += length
+            reads.append((job, slot, start + length, ids))
+            samples = int(plan.row_samples[r])
+            token = self.model.next_token(state) if samples else -1
+            if samples:
+                self.next_input_ids[slot] = token
+            flight.request_ids.append(request_id)
+            flight.samples.append(samples)
+            flight.tokens.append(token)
+            flight.finished.append(int(bool(samples) and self.model.stops(state)))
+            flight.failed.append(int(request_id in fail))
+        assert at == len(plan.input_ids) == len(plan.slot_mapping)
+        for job, slot, end, ids in reads:
+            self.check_reads(job, slot, end, ids)
+        return flight
+
+    def state_before(self, job: Job, slot: int, start: int) -> int:
+        if start == 0:
+            return seed_of(job.salt)
+        page = self.page_table[slot, (start - 1) // self.page_size]
+        return int(self.memory[page, (start - 1) % self.page_size])
+
+    def check_reads(self, job: Job, slot: int, end: int, ids: list[int]) -> None:
+        """Every KV entry of [0, end) must come from exactly this job's own tokens."""
+        known = job.prompt + job.outputs
+        sequence = (known + ids[-1:])[:end] if len(known) < end else known[:end]
+        assert len(sequence) == end, "a row runs past the tokens that exist"
+        state = seed_of(job.salt)
+        for position, token in enumerate(sequence):
+            state = mix(state, token)
+            page = self.page_table[slot, position // self.page_size]
+            held = int(self.memory[page, position % self.page_size])
+            assert held == state, f"request {job.request_id} would read foreign KV at {position}"
+
+    def check_plan_shape(self, plan: cpp.Plan, jobs: dict[int, Job]) -> None:
+        ids = plan.row_request_ids.tolist()
+        assert len(set(ids)) == len(ids), "a request has two rows"
+        assert len(set(plan.row_slots.tolist())) == len(ids), "a slot has two rows"
+        decode = [
+            start >= len(jobs[i].prompt)
+            for i, start in zip(ids, plan.row_starts.tolist(), strict=True)
+        ]
+        multi = [length > 1 for length in plan.row_lens.tolist()]
+        last_chunk = max((i for i, is_multi in enumerate(multi) if is_multi), default=-1)
+        assert not any(
+            decode[i] and not jobs[ids[i]].admissions[-1][0] > plan.row_starts[i]
+            for i in range(last_chunk)
+        ), "a decode row stands before a prefill row"
+        written = plan.slot_mapping.tolist()
+        assert len(set(written)) == len(written), "two tokens are written to one place"
+
+
+class Harness:
+    """Drives scheduler and device together, with up to one step of overlap."""
+
+    def __init__(
+        self, config: cpp.SchedulerConfig, model: ToyModel | None = None, *, overlap: bool = False
+    ) -> None:
+        self.config = config
+        self.model = model or ToyModel()
+        self.scheduler = cpp.Scheduler(config)
+        self.device = Device(config, self.model)
+        self.overlap = overlap
+        self.jobs: dict[int, Job] = {}
+        self.live: set[int] = set()
+        self.flights: deque[Flight] = deque()
+        self.now_ms = 0
+        self.next_id = 0
+        self.fail_next: set[int] = set()
+        self.num_retracted = 0
+        self.plans = 0
+
+    def submit(self, prompt: list[int], max_new: int, **options: object) -> Job:
+        job = Job(self.next_id, list(prompt), max_new, **options)  # type: ignore[arg-type]
+        self.next_id += 1
+        self.scheduler.submit(
+            [
+                cpp.RequestSpec(
+                    request_id=job.request_id,
+                    token_ids=np.array(prompt, np.int32),
+                    max_new_tokens=max_new,
+                    priority=job.priority,
+                    tenant=job.tenant,
+                    salt=job.salt,
+                )
+            ]
+        )
+        self.jobs[job.request_id] = job
+        self.live.add(job.request_id)
+        return job
+
+    def plan(self) -> cpp.Plan:
+        """Plan and run a step; its results stay in flight."""
+        plan = self.scheduler.next_plan(self.now_ms)
+        self.plans += 1
+        for admission in plan.admissions:
+            job = self.jobs[admission.request_id]
+            assert admission.prompt_len == len(job.prompt) + len(job.outputs)
+            assert admission.readmitted == bool(job.admissions)
+            assert 0 <= admission.cached_l1 < admission.prompt_len
+            job.admissions.append((admission.prompt_len, admission.cached_l1))
+            job.slot = admission.slot
+        self.num_retracted += len(plan.retracted)
+        if plan.step_id < 0:
+            assert len(plan.row_request_ids) == 0 and len(plan.page_copies) == 0
+            self.device.apply_tables(plan)
+            return plan
+        assert 0 < len(plan.input_ids) <= self.config.token_budget
+        assert set(plan.row_request_ids.tolist()) <= self.live
+        self.flights.append(self.device.run(plan, self.jobs, self.fail_next))
+        self.fail_next = set()
+        return plan
+
+    def commit(self, aborts: list[int] | None = None) -> list[cpp.Ended]:
+        """Deliver the oldest results, then the aborts."""
+        events: list[object] = []
+        if self.flights:
+            flight = self.flights.popleft()
+            events.append(self.step_done(flight))
+            for r, request_id in enumerate(flight.request_ids):
+                job = self.jobs[request_id]
+                if request_id in self.live and not self.is_over(job) and not flight.failed[r]:
+                    job.outputs += [flight.tokens[r]] * flight.samples[r]
+        events += [cpp.Abort(request_id=request_id) for request_id in aborts or []]
+        ended = self.scheduler.advance(events)
+        for result in ended:
+            self.jobs[result.request_id].ended = result
+            self.live.discard(result.request_id)
+        return ended
+
+    def is_over(self, job: Job) -> bool:
+        """Its last output ended it, or an abort came: what a late step samples is ignored."""
+        if job.request_id in self.aborted or len(job.outputs) >= job.max_new:
+            return True
+        if not job.outputs:
+            return False
+        state = seed_of(job.salt)
+        for token in job.prompt + job.outputs[:-1]:
+            state = mix(state, token)
+        return self.model.stops(state)
+
+    aborted: set[int] = set()
+
+    def step_done(self, flight: Flight) -> cpp.StepDone:
+        return cpp.StepDone(
+            step_id=flight.step_id,
+            num_accepted=np.array(
+                [s * (1 - f) for s, f in zip(flight.samples, flight.failed, strict=True)], np.int32
+            ),
+            token_ids=np.array(flight.tokens, np.int32).reshape(-1, 1),
+            finished=np.array(flight.finished, np.uint8),
+            failed=np.array(flight.failed, np.uint8),
+        )
+
+    def abort(self, request_id: int) -> list[cpp.Ended]:
+        self.aborted = self.aborted | {request_id}
+        return self.commit_only_aborts([request_id])
+
+    def commit_only_aborts(self, request_ids: list[int]) -> list[cpp.Ended]:
+        ended = self.scheduler.advance([cpp.Abort(request_id=i) for i in request_ids])
+        for result in ended:
+            self.jobs[result.request_id].ended = result
+            self.live.discard(result.request_id)
+        return ended
+
+    def step(self) -> cpp.Plan:
+        plan = self.plan()
+        if len(self.flights) > (1 if self.overlap else 0) or plan.step_id < 0:
+            self.commit()
+        return plan
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until every job has ended."""
+        for _ in range(max_steps):
+            if not self.live:
+                break
+            self.now_ms += 1
+            self.step()
+        assert not self.live, "the scheduler made no progress"
+        while self.flights:
+            self.commit()
+
+    def check(self) -> dict[str, int]:
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        held = sum(
+            stats[f"{kind}_pages"] for kind in ("free", "owned", "cached", "in_flight")
+        )
+        assert held == stats["num_pages"]
+        return stats
+
+
+def random_tokens(rng: random.Random, length: int, vocab: int = 50) -> list[int]:
+    return [rng.randrange(vocab) for _ in range(length)]
