@@ -67,7 +67,7 @@ def outcome(
         FunctionCall(id=new_id("item"), call_id=call_id, name="run", arguments='{"b":1, "a":2}')
         for call_id in call_ids
     )
-    output_items = (text, *calls) if committed else ()
+    output_items: tuple[Item, ...] = (text, *calls) if committed else ()
     start = len(turn.input_token_ids) // 4
     ends = turn.item_token_ends + tuple(start + 1 + i for i in range(len(output_items)))
     ids = token_ids + tuple(range(20_000, 20_000 + len(calls)))
