@@ -4,7 +4,7 @@
 Tree::
 
     ToolSchemaError(ValueError)
-      InvalidSchemaError       code invalid_schema       a tool or a response schema is wrong or over a cap
+      InvalidSchemaError       code invalid_schema       a schema is wrong or over a cap
       InvalidToolChoiceError   code invalid_tool_choice  tool_choice and its companions
       UnknownFormatError       code unknown_tool_format  no format of that name
       ReasoningUnsupportedError  code reasoning_unsupported  the format has no reasoning tags

@@ -46,6 +46,7 @@ class ToolCallEnd:
     call_id: str
     name: str
     arguments: str
+    model_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from tools_schema.errors import InvalidSchemaError, ReasoningUnsupportedError
 from tools_schema.formats.base import HeaderBody, JsonBody, ToolFormat
-from tools_schema.grammar_schema import LoweredSchema, Loss, lower_schema
+from tools_schema.grammar_schema import Loss, LoweredSchema, lower_schema
 from tools_schema.schema_check import check_schema
 from tools_schema.tool_choice import ToolChoice
 from tools_schema.tool_spec import ToolSet, ToolSpec
@@ -260,11 +260,8 @@ class _Builder:
         style = "json"
         if isinstance(body, HeaderBody) and body.params is not None:
             style = body.params.grammar_style
-        # strict false is a promise not to insist, not a licence for 5 or "text".
-        schema: dict[str, Any] = tool.schema() if tool.strict is not False else {"type": "object"}
-        if tool.strict is False and tool.parameters is not None:
-            schema = tool.parameters
-        return self._schema_node(tool.name, schema, style)
+        # `strict: false` is no licence for arguments like 5: the schema is held all the same.
+        return self._schema_node(tool.name, tool.schema(), style)
 
     def _schema_node(self, owner: str, schema: dict[str, Any] | bool, style: str = "json") -> Node:
         if owner in self._loosen:

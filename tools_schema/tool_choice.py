@@ -13,6 +13,7 @@ Kind = Literal["none", "auto", "required", "named", "allowed"]
 Dialect = Literal["auto", "responses", "chat", "anthropic"]
 
 MAX_CALLS = 64
+_MODE_NAMES: tuple[Kind, ...] = ("none", "auto", "required")
 _MODES = '"none", "auto", "required" or an object that names tools'
 
 
@@ -136,8 +137,9 @@ def _read(
 def _mode(raw: str, param: str, *, any_is_required: bool) -> Kind:
     if raw == "any" and any_is_required:
         return "required"
-    if raw == "none" or raw == "auto" or raw == "required":
-        return raw
+    for mode in _MODE_NAMES:
+        if raw == mode:
+            return mode
     raise InvalidToolChoiceError(
         param=param, message="unknown tool choice", value=raw, allowed=_MODES
     )
@@ -161,7 +163,7 @@ def _name_of(raw: dict[str, Any], toolset: ToolSet, param: str) -> str:
 def _allowed(raw: dict[str, Any], toolset: ToolSet, param: str) -> tuple[Kind, tuple[str, ...]]:
     inner = raw.get("allowed_tools")
     body, path = (inner, f"{param}.allowed_tools") if isinstance(inner, dict) else (raw, param)
-    mode = body.get("mode", "auto")
+    mode: Kind = body.get("mode", "auto")
     if mode not in ("auto", "required"):
         raise InvalidToolChoiceError(
             param=f"{path}.mode", message="unknown mode", value=mode, allowed='"auto", "required"'

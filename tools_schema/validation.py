@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from tools_schema.schema_check import compile_schema, json_path
@@ -40,17 +41,16 @@ class SchemaValidator:
             value = parse_json(text)
         except ValueError as error:
             return [ArgumentProblem(self._root, f"not JSON: {error}")]
-        found = []
         try:
-            for error in self._validator.iter_errors(value):
-                found.append(
-                    ArgumentProblem(self._root + json_path(error.instance_path), error.message)
-                )
-                if len(found) == MAX_PROBLEMS:
-                    break
-        except ValueError as error:  # a number or a string that JSON cannot carry
-            found.append(ArgumentProblem(self._root, str(error)))
-        return found
+            return self._check(value)
+        except UnicodeEncodeError:  # a lone surrogate escape: no validator can hold one
+            return self._check(_without_surrogates(value))
+        except ValueError as error:  # a number past what JSON numbers can be
+            return [ArgumentProblem(self._root, str(error))]
+
+    def _check(self, value: Any) -> list[ArgumentProblem]:
+        found = islice(self._validator.iter_errors(value), MAX_PROBLEMS)
+        return [ArgumentProblem(self._root + json_path(e.instance_path), e.message) for e in found]
 
 
 class ToolValidator:
@@ -100,6 +100,12 @@ def parse_json(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _without_surrogates(value: Any) -> Any:
+    """The value with U+FFFD for each lone surrogate."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _refuse_constant(name: str) -> Any:

@@ -109,9 +109,14 @@ class ToolFormat:
         return not self.open_marker
 
     @property
+    def call_marker(self) -> str:
+        """What a call begins with, without its layout."""
+        return self.call_begin.strip().split("\n")[0]
+
+    @property
     def open_marker(self) -> str:
         """What gives the first call away, without its layout."""
-        return (self.section_begin or self.call_begin).strip()
+        return self.section_begin.strip().split("\n")[0] or self.call_marker
 
     def markers(self) -> tuple[str, ...]:
         """Every marker a model writes that is no text, without layout; for sampling masks."""

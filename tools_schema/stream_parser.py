@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns reading one turn of a model: reasoning, text and tool calls, from bytes as they come.
+
+Does not know: tokens, dialects, which family it reads (that is data, a `ToolFormat`). The
+concatenation of what it says never depends on how the bytes were cut. A suffix that may become a
+marker is held back until that is decided; what turns out to be no call goes out as text, so no
+byte is lost. Whitespace next to a call or to reasoning is the format's layout and is dropped.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from tools_schema.byte_source import END, ByteSource, MarkerSet, Wait
+from tools_schema.call_parsers import NotACallError, OpenCall, expect, parse_call
+from tools_schema.channels import ProseChannel
+from tools_schema.events import Event, ParseProblem, ReasoningDelta, TextDelta, ToolCallArgs
+from tools_schema.formats.base import ToolFormat
+from tools_schema.json_scan import EndOfStreamError
+from tools_schema.tool_choice import ToolChoice
+from tools_schema.tool_spec import ToolSet
+
+_BRACE, _BRACKET, _CLOSE_BRACKET, _COMMA = b"{[],"
+_ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def new_call_id() -> str:
+    """`call_` and 24 random characters."""
+    return "call_" + "".join(secrets.choice(_ID_CHARS) for _ in range(24))
+
+
+class StreamParser:
+    """Feed bytes, get events. One parser per turn; after `finish` it takes no more.
+
+    Args:
+        choice: kind `none` switches the calls off: all markup is text.
+        reasoning_open: the rendered prompt ended inside open reasoning. Say what the prompt
+            says, never what the request asked for.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        toolset: ToolSet,
+        choice: ToolChoice,
+        *,
+        reasoning_open: bool = False,
+        call_id_factory: Callable[[], str] = new_call_id,
+    ) -> None:
+        self._format = tool_format
+        self._toolset = toolset
+        self._names = frozenset(choice.names) if choice.kind != "none" else frozenset()
+        self._reasoning_open = reasoning_open
+        self._new_call_id = call_id_factory
+        self._events: list[Event] = []
+        self._num_started = 0
+        self._call: OpenCall | None = None
+        self._cut_short = False
+        self._source = ByteSource()
+        self._text = ProseChannel(lambda text: self._emit(TextDelta(text)))
+        self._run = self._read_turn()
+        self._is_done = False
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have started."""
+        return self._num_started
+
+    def feed(self, data: bytes) -> list[Event]:
+        """What these bytes decided."""
+        self._source.push(data)
+        return self._advance()
+
+    def finish(self, reason: str = "stop") -> list[Event]:
+        """The stream has ended: everything that was held back.
+
+        Args:
+            reason: `stop` where the model ended the turn itself; anything else (`length`,
+                `aborted`, ...) cut it short: a call that had only begun is then dropped from the
+                text, and reported as `truncated_call`.
+        """
+        self._cut_short = reason != "stop"
+        self._source.end()
+        return self._advance()
+
+    def _advance(self) -> list[Event]:
+        if not self._is_done:
+            try:
+                next(self._run)
+            except StopIteration:
+                self._is_done = True
+        events, self._events = self._events, []
+        return events
+
+    def _emit(self, event: Event) -> None:
+        """Neighbouring deltas of one kind become one event."""
+        last = self._events[-1] if self._events else None
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            self._events[-1] = TextDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            self._events[-1] = ReasoningDelta(last.text + event.text)
+        elif isinstance(event, ToolCallArgs) and isinstance(last, ToolCallArgs):
+            self._events[-1] = ToolCallArgs(event.index, last.delta + event.delta)
+        else:
+            self._events.append(event)
+
+    # -- the turn --------------------------------------------------------------------------
+
+    def _read_turn(self) -> Wait[None]:
+        yield from self._read_reasoning()
+        if not self._names:
+            yield from self._source.until(MarkerSet(()), self._text.write)
+        elif self._format.is_bare:
+            yield from self._read_bare_calls()
+        else:
+            yield from self._read_text_and_calls()
+        self._text.close()
+
+    def _read_reasoning(self) -> Wait[None]:
+        tags = self._format.reasoning
+        if tags is None:
+            return
+        self._source.mark()
+        if not self._reasoning_open:
+            yield from self._source.skip_blanks()
+            if not (yield from self._source.match(tags.begin.strip().encode())):
+                self._text.write(self._source.since_mark())
+                return
+        reasoning = ProseChannel(lambda text: self._emit(ReasoningDelta(text)), skip_leading=True)
+        markers = MarkerSet((tags.end.strip(),))
+        if (yield from self._source.until(markers, reasoning.write)) is None:
+            reasoning.close()
+            return
+        reasoning.drop_layout()
+        self._text.drop_layout()
+
+    def _read_text_and_calls(self) -> Wait[None]:
+        fmt = self._format
+        openers = (fmt.open_marker, fmt.call_marker)
+        markers = MarkerSet((*openers, *(m.strip() for m in fmt.dropped)))
+        while (found := (yield from self._source.until(markers, self._text.write))) is not None:
+            self._source.mark(back=len(found))
+            marker = found.decode()
+            if marker in openers:
+                yield from self._read_calls(self._after(marker))
+
+    def _after(self, marker: str) -> Callable[[], Wait[None]]:
+        if self._format.section_begin and marker == self._format.open_marker:
+            return self._read_list if self._format.calls_as_list else self._read_section
+        return self._read_lone_call
+
+    def _read_calls(self, read: Callable[[], Wait[None]]) -> Wait[None]:
+        """Run one of the readers below; what it could not read becomes text or a problem."""
+        try:
+            yield from read()
+        except (NotACallError, EndOfStreamError) as problem:
+            self._give_up(problem)
+        self._call = None
+
+    def _give_up(self, problem: NotACallError | EndOfStreamError) -> None:
+        is_cut = isinstance(problem, EndOfStreamError)
+        code = "truncated_call" if is_cut else getattr(problem, "code", "malformed_call")
+        message = "generation ended inside a call" if is_cut else str(problem)
+        raw = self._source.since_mark()
+        self._source.mark()
+        call = self._call
+        shown = raw.decode("utf-8", "replace")
+        if call is not None and call.has_started and not call.has_ended:
+            self._emit(ParseProblem(code, message, call.index, shown))
+            return
+        if is_cut and call is not None and call.has_ended:
+            return  # only the closing markers are missing
+        if self._format.is_bare:
+            self._text.write(raw)  # an answer in JSON, as likely as not
+            return
+        if not (is_cut and self._cut_short):
+            self._text.write(raw)
+        self._emit(ParseProblem(code, message, None, shown))
+
+    # -- readers: each starts right after the marker that called it ------------------------
+
+    def _read_one(self) -> Wait[None]:
+        """The inside of a call. From its start on, what was held is no text any more."""
+        self._call = OpenCall(self._num_started, self._names, self._emit_call, self._new_call_id)
+        yield from parse_call(self._source, self._format, self._toolset, self._call)
+        self._source.mark()
+
+    def _emit_call(self, event: Event) -> None:
+        call = self._call
+        if call is not None and call.index == self._num_started:
+            self._num_started += 1
+            self._text.drop_layout()
+        self._emit(event)
+
+    def _read_lone_call(self) -> Wait[None]:
+        marker = self._format.call_marker
+        yield from expect(self._source, self._format.call_begin.strip()[len(marker) :])
+        yield from self._read_one()
+        yield from expect(self._source, self._format.call_end)
+        self._source.mark()
+
+    def _read_section(self) -> Wait[None]:
+        fmt = self._format
+        while True:
+            if fmt.section_end and (yield from self._source.match_loosely(fmt.section_end)):
+                self._source.mark()
+                return
+            yield from self._source.match_loosely(fmt.separator)
+            yield from expect(self._source, fmt.call_begin)
+            yield from self._read_one()
+            yield from expect(self._source, fmt.call_end)
+            self._source.mark()
+
+    def _read_list(self) -> Wait[None]:
+        byte = yield from self._source.skip_blanks()
+        if byte == _BRACE:  # one call, not in a list
+            yield from self._read_one()
+        elif byte == _BRACKET:
+            self._source.skip()
+            yield from self._read_elements()
+        elif byte == END:
+            raise EndOfStreamError
+        else:
+            raise NotACallError("a list of calls was due")
+        if self._format.section_end:
+            yield from expect(self._source, self._format.section_end)
+        self._text.drop_layout()
+        self._source.mark()
+
+    def _read_elements(self) -> Wait[None]:
+        byte = yield from self._source.skip_blanks()
+        while byte != _CLOSE_BRACKET:
+            if byte == END:
+                raise EndOfStreamError
+            yield from self._read_one()
+            byte = yield from self._source.skip_blanks()
+            if byte == _COMMA:
+                self._source.skip()
+                byte = yield from self._source.skip_blanks()
+                if byte == _CLOSE_BRACKET:
+                    raise NotACallError("a call was due after the comma")
+        self._source.skip()
+
+    def _read_bare_calls(self) -> Wait[None]:
+        """Calls are the whole message: the first byte that begins none makes the rest text."""
+        fmt = self._format
+        separator = fmt.separator.strip()
+        while True:
+            self._source.mark()
+            if self._num_started and separator:
+                yield from self._source.match_loosely(separator)
+            if fmt.optional_prefix:
+                yield from self._source.match_loosely(fmt.optional_prefix)
+            if (yield from self._source.skip_blanks()) != _BRACE:
+                break
+            num_started = self._num_started
+            yield from self._read_calls(self._read_one)
+            if self._num_started == num_started:
+                break
+        self._text.write(self._source.since_mark())
+        self._source.mark()
+        yield from self._source.until(MarkerSet(()), self._text.write)
