@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ class TextAssets:
     eos_ids: tuple[int, ...]
     control_token_ids: tuple[int, ...]
     tool_format: str | None
-    token_bytes: tuple[bytes, ...]  # per id; control tokens and holes are b""
+    # Per id; control tokens and holes are b"".
+    token_bytes: tuple[bytes, ...] = field(repr=False)
 
     def check_conformance(self) -> ConformanceReport:
         """Whether appending renders as the whole does, per kind of item."""

@@ -98,5 +98,6 @@ def _hash_file(digest: hashlib._Hash, path: Path) -> None:
     with path.open("rb") as file:
         digest.update(file.read(_HEAD_BYTES))
         for index in range(_NUM_SAMPLES):
-            file.seek(size * index // _NUM_SAMPLES)
+            # The last sample ends the file.
+            file.seek(max(0, size - _SAMPLE_BYTES) * index // (_NUM_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
