@@ -33,6 +33,14 @@ class KernelInputError(KernelError, ValueError):
         super().__init__(f"{field}: got {value}; allowed: {allowed}")
         self.field = field
 
+    @classmethod
+    def of_extension(cls, error: ValueError) -> KernelInputError:
+        """Return the same complaint as the compiled code made ("field: got x; allowed: y")."""
+        found = cls.__new__(cls, str(error))
+        ValueError.__init__(found, str(error))
+        found.field = str(error).partition(":")[0]
+        return found
+
 
 class KernelConflictError(KernelError, ValueError):
     """Two kernels of one family carry the same name."""

@@ -51,7 +51,8 @@ def llama_forward(
     traits = (
         ("head_dim", stack.shape.head_dim),
         ("group", stack.shape.num_heads // stack.shape.num_kv_heads),
-        ("page_size", rows.page_size),
+        ("hidden", stack.shape.hidden),
+        ("ffn", stack.shape.ffn),
     )
     kernel = select_kernel(CallSignature("llama_forward", kv_pool.device.type, formats, traits))
     out: torch.Tensor = kernel.fn(stack, input_ids, rows, kv_pool, sample_rows)
@@ -59,14 +60,14 @@ def llama_forward(
 
 
 def _common_format(stack: LlamaStack) -> str:
-    """Return the format that all linears of all layers share, or "mixed"."""
+    """Return the formats of all linears of all layers, joined by "+" where there are several."""
     if "common_format" not in stack.derived:
         formats = {
             weight_format(weight)
             for layer in stack.layers
             for weight in (layer.qkv, layer.attn_out, layer.gate_up, layer.down)
         }
-        stack.derived["common_format"] = formats.pop() if len(formats) == 1 else "mixed"
+        stack.derived["common_format"] = "+".join(sorted(formats))
     found: str = stack.derived["common_format"]
     return found
 
@@ -99,6 +100,3 @@ def _check(
         ("sample_rows", sample_rows),
     ):
         expect_dtype(name, index, torch.int32)
-    if num_tokens and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < shape.vocab:
-        low, high = int(input_ids.min()), int(input_ids.max())
-        raise KernelInputError("input_ids", f"[{low}, {high}]", f"0 to {shape.vocab - 1}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.errors import KernelInputError
 from kernels.llama_stack import LlamaLayer, LlamaStack, PagedRows
 from kernels.ops.activation import silu_and_mul
 from kernels.ops.attention import paged_attention
@@ -30,7 +31,7 @@ def _attend(
     num_tokens = normed_TH.shape[0]
     kv_width = shape.num_kv_heads * shape.head_dim
     qkv = linear(normed_TH, layer.qkv)
-    q, k, v = qkv.split([shape.num_heads * shape.head_dim, kv_width, kv_width], dim=-1)
+    q, k, v = torch.split(qkv, [shape.num_heads * shape.head_dim, kv_width, kv_width], dim=-1)
     q_TND = q.reshape(num_tokens, shape.num_heads, shape.head_dim)
     k_TGD = k.reshape(num_tokens, shape.num_kv_heads, shape.head_dim)
     v_TGD = v.reshape(num_tokens, shape.num_kv_heads, shape.head_dim)
@@ -50,6 +51,15 @@ def _attend(
     return linear(out_TND.flatten(1), layer.attn_out)
 
 
+def _check_ids(input_ids: torch.Tensor, vocab: int) -> None:
+    outside = (input_ids < 0) | (input_ids >= vocab)
+    if bool(outside.any()):
+        index = int(outside.int().argmax())
+        raise KernelInputError(
+            f"input_ids[{index}]", int(input_ids[index]), f"0 to {vocab - 1}"
+        )
+
+
 @register_kernel("llama_forward", "reference", priority=Priority.REFERENCE)
 def llama_forward(
     stack: LlamaStack,
@@ -59,6 +69,7 @@ def llama_forward(
     sample_rows: torch.Tensor,
 ) -> torch.Tensor:
     """Activations in the pool's dtype, the residual stream too; logits in fp32."""
+    _check_ids(input_ids, stack.shape.vocab)
     eps = stack.shape.rms_eps
     residual = embed(stack.embedding, input_ids, kv_pool.dtype)
     delta = torch.zeros_like(residual)

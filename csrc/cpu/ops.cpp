@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "scratch.h"
+
+namespace moorage::cpu {
+namespace {
+
+constexpr int kTokensPerPass = 16;
+constexpr float kLog2E = 1.44269504F;
+
+// Row of each token of a ragged step.
+std::vector<int> rows_of_tokens(const AttentionCall& call) {
+  std::vector<int> rows;
+  for (int row = 0; row < call.num_rows; ++row) {
+    rows.insert(rows.end(), static_cast<size_t>(call.row_indptr[row + 1] - call.row_indptr[row]),
+                row);
+  }
+  return rows;
+}
+
+void attend_token(const AttentionCall& call, const KernelTable& k, int token, int row,
+                  AlignedArray<float>& scratch) {
+  const int num_heads = call.kv.num_kv_heads * call.group;
+  const int width = num_heads * call.kv.head_dim;
+  scratch.resize(static_cast<size_t>(2 * width + 2 * num_heads));
+  float* query = scratch.data();
+  float* partial = query + width;
+  float* maximum = partial + width;
+  float* total = maximum + num_heads;
+  const float* from = call.query + static_cast<size_t>(token) * width;
+  for (int i = 0; i < width; ++i) query[i] = from[i] * call.scale * kLog2E;
+  AttendTask task;
+  task.query = query;
+  task.pages = call.page_table + static_cast<size_t>(call.row_slots[row]) * call.pages_per_slot;
+  task.end = call.seq_lens[row] - (call.row_indptr[row + 1] - 1 - token);
+  task.group = call.group;
+  task.maximum = maximum;
+  task.total = total;
+  task.out = partial;
+  k.attend(call.kv, task);
+  float* out = call.out + static_cast<size_t>(token) * width;
+  for (int head = 0; head < num_heads; ++head) {
+    const float inverse = 1.0F / total[head];
+    for (int d = 0; d < call.kv.head_dim; ++d) {
+      const int at = head * call.kv.head_dim + d;
+      out[at] = partial[at] * inverse;
+    }
+  }
+}
+
+}  // namespace
+
+void linear(const PackedMatrix& matrix, const float* x, int num_tokens, float* out,
+            ThreadPool& pool) {
+  const KernelTable& k = table_of(current_level());
+  ActBuffer acts(std::max(num_tokens, 1), matrix.num_cols);
+  pool.run(num_tokens, [&](Team& team, int me) {
+    for (int token; (token = team.claim(me)) >= 0;) {
+      k.prepare_row(x + static_cast<size_t>(token) * matrix.num_cols, matrix.format, acts.rows(),
+                    token);
+    }
+    team.meet(me, matrix.num_panels());
+    alignas(64) float tile[kTokensPerPass * kPanelRows];
+    for (int panel; (panel = team.claim(me)) >= 0;) {
+      const int width = std::min(kPanelRows, matrix.num_rows - panel * kPanelRows);
+      for (int first = 0; first < num_tokens; first += kTokensPerPass) {
+        const int count = std::min(kTokensPerPass, num_tokens - first);
+        k.panel(matrix, panel, acts.rows(), first, count, tile);
+        for (int i = 0; i < count; ++i) {
+          std::memcpy(out + static_cast<size_t>(first + i) * matrix.num_rows + panel * kPanelRows,
+                      tile + i * kPanelRows, sizeof(float) * width);
+        }
+      }
+    }
+  });
+}
+
+void paged_attention(const AttentionCall& call, ThreadPool& pool) {
+  const KernelTable& k = table_of(current_level());
+  const std::vector<int> rows = rows_of_tokens(call);
+  std::vector<AlignedArray<float>> scratch(static_cast<size_t>(pool.size()));
+  pool.run(static_cast<int>(rows.size()), [&](Team& team, int me) {
+    for (int token; (token = team.claim(me)) >= 0;) {
+      attend_token(call, k, token, rows[token], scratch[me]);
+    }
+  });
+}
+
+void argmax_rows(const float* logits, int num_rows, int num_cols, int32_t* out, ThreadPool& pool) {
+  const KernelTable& k = table_of(current_level());
+  pool.run(num_rows, [&](Team& team, int me) {
+    for (int row; (row = team.claim(me)) >= 0;) {
+      out[row] = k.argmax(logits + static_cast<size_t>(row) * num_cols, num_cols);
+    }
+  });
+}
+
+void mask_rows(float* logits, const int32_t* mask, int num_rows, int num_cols, ThreadPool& pool) {
+  const KernelTable& k = table_of(current_level());
+  const int words = (num_cols + 31) / 32;
+  pool.run(num_rows, [&](Team& team, int me) {
+    for (int row; (row = team.claim(me)) >= 0;) {
+      k.apply_bitmask(logits + static_cast<size_t>(row) * num_cols,
+                      mask + static_cast<size_t>(row) * words, num_cols);
+    }
+  });
+}
+
+void copy_pages(const PageCopyCall& call) {
+  const size_t page_bytes = call.plane_bytes * call.num_planes;
+  for (int i = 0; i < call.num_copies; ++i) {
+    const int32_t* copy = call.copies + static_cast<size_t>(i) * 3;
+    const std::byte* source = call.pool + page_bytes * copy[0];
+    std::byte* target = call.pool + page_bytes * copy[1];
+    for (int plane = 0; plane < call.num_planes; ++plane) {
+      std::memcpy(target + call.plane_bytes * plane, source + call.plane_bytes * plane,
+                  call.token_bytes * copy[2]);
+    }
+  }
+}
+
+}  // namespace moorage::cpu

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public op: absorbed MLA decode over the paged latent KV. Does not know: implementations."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.errors import KernelInputError
+from kernels.mla_workspace import MlaWorkspace
+from kernels.selection import select_kernel
+from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
+
+
+def plan_mla_decode(workspace: MlaWorkspace, seq_lens: torch.Tensor) -> None:
+    """Cut the batch's KV into equal runs; once per step, before any layer's `mla_decode`.
+
+    Args:
+        workspace: its plan is overwritten, on the device, without a synchronisation.
+        seq_lens: int32 [R], R at most workspace.max_rows.
+
+    Raises:
+        KernelInputError: if seq_lens is not int32 or too long.
+    """
+    expect_dtype("seq_lens", seq_lens, torch.int32)
+    if seq_lens.shape[0] > workspace.max_rows:
+        raise KernelInputError("seq_lens", seq_lens.shape[0], f"at most {workspace.max_rows} rows")
+    kernel = select_kernel(CallSignature("mla_plan", seq_lens.device.type, ()))
+    kernel.fn(workspace, seq_lens)
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    workspace: MlaWorkspace,
+) -> torch.Tensor:
+    """Return [R * q_len, H, latent_dim] in q.dtype: attention over the latents, up-projection left
+    to the caller.
+
+    Row r owns the query tokens [r * q_len, (r + 1) * q_len), the last of its seq_lens[r] tokens,
+    whose latents already lie in the pool; query i sees up to its own position. A row with
+    seq_lens[r] = 0 (padding) yields zeros.
+
+    Args:
+        q: [R * q_len, H, latent_dim + rope_dim], contiguous: the absorbed part, then the rope part.
+        kv_pool_layer: [num_pages, page_size, latent_dim + rope_dim], a view of the pool whose rows
+            are contiguous within a page.
+        page_table: int32 [M, P], the pages of each slot's sequence in order.
+        row_slots: int32 [R], row of the page table.
+        seq_lens: int32 [R], tokens of KV after this step.
+        softmax_scale: factor on q . k.
+        workspace: planned for these seq_lens with `plan_mla_decode`; q_len and H are its own.
+
+    Raises:
+        KernelInputError: if shapes disagree or an index tensor is not int32.
+    """
+    num_rows = row_slots.shape[0]
+    width = q.shape[-1]
+    expect_shape("q", q, (num_rows * workspace.q_len, workspace.num_heads, None))
+    expect_shape("kv_pool_layer", kv_pool_layer, (None, None, width))
+    expect_shape("page_table", page_table, (None, None))
+    expect_shape("seq_lens", seq_lens, (num_rows,))
+    for name, index in (
+        ("page_table", page_table),
+        ("row_slots", row_slots),
+        ("seq_lens", seq_lens),
+    ):
+        expect_dtype(name, index, torch.int32)
+    if not q.is_contiguous():
+        raise KernelInputError("q.stride", list(q.stride()), "contiguous")
+    page_size = kv_pool_layer.shape[1]
+    if kv_pool_layer.stride()[1:] != (width, 1):
+        allowed = f"rows of a page contiguous: (any, {width}, 1)"
+        raise KernelInputError("kv_pool_layer.stride", list(kv_pool_layer.stride()), allowed)
+    formats = (("q", format_of(q.dtype)), ("kv", format_of(kv_pool_layer.dtype)))
+    traits = (
+        ("latent_dim", workspace.latent_dim),
+        ("rope_dim", width - workspace.latent_dim),
+        ("page_size", page_size),
+        ("page_stride_rows_exact", kv_pool_layer.stride(0) % width == 0),
+    )
+    kernel = select_kernel(CallSignature("mla_decode", q.device.type, formats, traits))
+    out: torch.Tensor = kernel.fn(
+        q,
+        kv_pool_layer,
+        page_table,
+        row_slots,
+        seq_lens,
+        softmax_scale,
+        workspace.latent_dim,
+        workspace,
+    )
+    return out

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public ops: expert routing and the mixture of experts with 4-bit weights.
+
+Does not know: implementations.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.errors import KernelInputError
+from kernels.moe_routing import MoeRouting
+from kernels.selection import select_kernel
+from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
+from kernels.w4_layout import TiledW4
+
+
+def moe_route(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: MoeRouting
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (experts int32 [T, top_k], weights fp32 [T, top_k]), best first.
+
+    Args:
+        logits: [T, num_experts] fp32 or bf16, contiguous.
+        bias: fp32 [num_experts] added to the scores for the choice alone, or None.
+        routing: the model's rule.
+
+    Raises:
+        KernelInputError: if shapes disagree.
+    """
+    expect_shape("logits", logits, (None, routing.num_experts))
+    if bias is not None:
+        expect_shape("bias", bias, (routing.num_experts,))
+        expect_dtype("bias", bias, torch.float32)
+    formats = (("logits", format_of(logits.dtype)),)
+    kernel = select_kernel(CallSignature("moe_route", logits.device.type, formats))
+    ids, weights = kernel.fn(logits, bias, routing)
+    return ids, weights
+
+
+def moe_w4(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: TiledW4,
+    down: TiledW4,
+    shared: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return [T, hidden] in x.dtype: sum over a token's experts of
+    weight * down(silu(gate(x)) * up(x)), plus `shared`.
+
+    Args:
+        x: [T, hidden], contiguous.
+        ids: int32 [T, top_k], experts of each token.
+        weights: fp32 [T, top_k].
+        gate_up: [E, 2 * intermediate, hidden], interleaved (`tile_w4_gate_up`).
+        down: [E, hidden, intermediate] (`tile_w4`).
+        shared: [T, hidden], added in fp32 before rounding, or None.
+
+    Raises:
+        KernelInputError: if shapes or formats disagree.
+    """
+    num_tokens, hidden = x.shape
+    expect_shape("ids", ids, (num_tokens, None))
+    expect_shape("weights", weights, tuple(ids.shape))
+    expect_dtype("ids", ids, torch.int32)
+    expect_dtype("weights", weights, torch.float32)
+    if gate_up.num_cols != hidden:
+        raise KernelInputError("gate_up.num_cols", gate_up.num_cols, f"hidden size {hidden}")
+    if (down.num_rows, down.num_cols * 2) != (hidden, gate_up.num_rows):
+        got = (down.num_rows, down.num_cols)
+        raise KernelInputError("down", got, f"({hidden}, {gate_up.num_rows // 2})")
+    if (down.format, down.num_experts) != (gate_up.format, gate_up.num_experts):
+        got = (down.format, down.num_experts)
+        raise KernelInputError("down", got, f"({gate_up.format}, {gate_up.num_experts})")
+    if shared is not None:
+        expect_shape("shared", shared, (num_tokens, hidden))
+    formats = (("x", format_of(x.dtype)), ("weight", gate_up.format))
+    traits = (("num_experts", gate_up.num_experts), ("top_k", ids.shape[1]))
+    kernel = select_kernel(CallSignature("moe_w4", x.device.type, formats, traits))
+    out: torch.Tensor = kernel.fn(x, ids, weights, gate_up, down, shared)
+    return out

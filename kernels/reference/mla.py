@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absorbed MLA decode over paged latents in plain torch, the ground truth. Does not know: dispatch.
+
+Legend: R rows, Q query tokens of a row, H heads, C latent_dim + rope_dim, L tokens of a row's KV.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.mla_workspace import MlaWorkspace
+from kernels.registry import Priority, register_kernel
+
+
+@register_kernel("mla_decode", "reference", priority=Priority.REFERENCE)
+def mla_decode(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    latent_dim: int,
+    workspace: MlaWorkspace,
+) -> torch.Tensor:
+    """One dense softmax per row, fp32 inside. A row without KV yields zeros."""
+    num_rows = row_slots.shape[0]
+    q_len = q.shape[0] // num_rows
+    page_size = kv_pool_layer.shape[1]
+    out = torch.zeros(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
+    for row, (slot, seq_len) in enumerate(zip(row_slots.tolist(), seq_lens.tolist(), strict=True)):
+        if seq_len == 0:
+            continue
+        pages = page_table[slot, : -(-seq_len // page_size)].long()
+        kv_LC = kv_pool_layer[pages].flatten(0, 1)[:seq_len].float()
+        q_QHC = q[row * q_len : (row + 1) * q_len].float()
+        scores_QHL = torch.einsum("qhc,lc->qhl", q_QHC, kv_LC) * softmax_scale
+        last_Q = torch.arange(seq_len - q_len, seq_len, device=q.device)
+        hidden_QL = torch.arange(seq_len, device=q.device)[None, :] > last_Q[:, None]
+        scores_QHL = scores_QHL.masked_fill(hidden_QL[:, None, :], float("-inf"))
+        p_QHL = torch.softmax(scores_QHL, dim=-1).nan_to_num(0.0)
+        o_QHC = torch.einsum("qhl,lc->qhc", p_QHL, kv_LC[:, :latent_dim])
+        out[row * q_len : (row + 1) * q_len] = o_QHC.to(q.dtype)
+    return out
+
+
+@register_kernel("mla_plan", "reference", priority=Priority.REFERENCE)
+def plan_mla_decode(workspace: MlaWorkspace, seq_lens: torch.Tensor) -> None:
+    """The plain form needs no plan."""

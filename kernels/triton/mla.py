@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches and registrations of the MLA decode kernels. Does not know: the kernels' insides.
+
+Everything a launch needs beside tensors (grid, constants) follows from shapes alone, so a launch may
+be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from kernels._triton import HAS_GLUON_HOPPER, TensorDescriptor, gl, triton
+from kernels.mla_workspace import TILE_ROWS, MlaWorkspace
+from kernels.registry import Priority, register_kernel
+from kernels.signature import CallSignature
+from kernels.triton.mla_decode import mla_decode_kernel
+from kernels.triton.mla_plan import mla_merge_kernel, mla_plan_kernel
+
+TILE = 64
+_LOG2_E = math.log2(math.e)
+
+
+def use_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch exists from compute capability 9.0 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _refuse_shapes(call: CallSignature) -> str | None:
+    if call.trait("page_size") != TILE:
+        return f"page_size is {call.trait('page_size')}, it takes {TILE}"
+    for name in ("latent_dim", "rope_dim"):
+        size = int(call.trait(name))
+        if size < 16 or size & (size - 1):
+            return f"{name} is {size}, it takes a power of two from 16 on"
+    return None
+
+
+def _refuse_hopper(call: CallSignature) -> str | None:
+    if not HAS_GLUON_HOPPER:
+        return "this triton has no Gluon"
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "wgmma exists on compute capability 9.x only"
+    if (call.trait("latent_dim"), call.trait("rope_dim")) != (512, 64):
+        return "it takes latent_dim 512 and rope_dim 64"
+    if not call.trait("page_stride_rows_exact", False):
+        return "the page stride is not a whole number of rows"
+    return _refuse_shapes(call)
+
+
+@register_kernel("mla_plan", "triton", priority=Priority.PORTABLE, device="cuda")
+def plan(workspace: MlaWorkspace, seq_lens: torch.Tensor) -> None:
+    """One tiny program; see triton/mla_plan.py."""
+    mla_plan_kernel[(1,)](
+        seq_lens,
+        workspace.plan,
+        seq_lens.shape[0],
+        TILE=TILE,
+        NUM_PARTS=workspace.num_parts,
+        PARTS_PAD=triton.next_power_of_2(workspace.num_parts),
+        ROWS_PAD=triton.next_power_of_2(workspace.max_rows),
+        num_warps=4,
+    )
+
+
+def _merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool) -> None:
+    rows = workspace.q_len * workspace.num_heads
+    # Few rows: many parts each, so cut D finely; many rows: two or three parts, one program a row.
+    block_d = 64 if num_rows * rows <= 256 else (128 if num_rows * rows <= 1024 else 512)
+    block_d = min(block_d, workspace.latent_dim)
+    grid = (num_rows, rows, workspace.latent_dim // block_d)
+    mla_merge_kernel[grid](
+        workspace.partial_out,
+        workspace.partial_lse,
+        out,
+        workspace.plan,
+        num_rows,
+        ROWS=rows,
+        ROWS_PAD=workspace.num_blocks * TILE_ROWS,
+        D=workspace.latent_dim,
+        NUM_PARTS=workspace.num_parts,
+        PARTS_PAD=triton.next_power_of_2(workspace.num_parts),
+        BLOCK_P=4 if block_d == 512 else (16 if block_d == 128 else 64),
+        BLOCK_D=block_d,
+        USE_PDL=pdl,
+        num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )
+
+
+@register_kernel(
+    "mla_decode",
+    "triton",
+    priority=Priority.PORTABLE,
+    device="cuda",
+    formats={"q": {"bf16", "fp16", "fp32"}, "kv": {"bf16", "fp16", "fp32"}},
+    refuses=_refuse_shapes,
+)
+def decode_portable(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    latent_dim: int,
+    workspace: MlaWorkspace,
+) -> torch.Tensor:
+    """Split-KV Triton kernel, then the merge."""
+    num_rows = row_slots.shape[0]
+    rows = workspace.q_len * workspace.num_heads
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
+    pdl = use_pdl(q.device)
+    mla_decode_kernel[(triton.cdiv(rows, block_m), workspace.num_parts)](
+        q,
+        kv_pool_layer,
+        page_table,
+        row_slots,
+        seq_lens,
+        workspace.plan,
+        out,
+        workspace.partial_out,
+        workspace.partial_lse,
+        num_rows,
+        page_table.stride(0),
+        kv_pool_layer.stride(0),
+        softmax_scale * _LOG2_E,
+        H=workspace.num_heads,
+        Q_LEN=workspace.q_len,
+        D=latent_dim,
+        R=q.shape[-1] - latent_dim,
+        NUM_PARTS=workspace.num_parts,
+        ROWS_PAD=workspace.num_blocks * TILE_ROWS,
+        BLOCK_M=block_m,
+        TILE=TILE,
+        STAGES=2,
+        USE_PDL=pdl,
+        num_warps=8 if block_m == 64 else 4,
+    )
+    _merge(out, workspace, num_rows, pdl)
+    return out
+
+
+def _descriptor(base: torch.Tensor, num_rows: int, width: int, columns: int) -> Any:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(base, [num_rows, width], [width, 1], [TILE, columns], layout)
+
+
+@register_kernel(
+    "mla_decode",
+    "gluon_hopper",
+    priority=Priority.SPECIALIZED,
+    device="cuda",
+    min_sm=(9, 0),
+    formats={"q": {"bf16"}, "kv": {"bf16"}},
+    refuses=_refuse_hopper,
+)
+def decode_hopper(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    latent_dim: int,
+    workspace: MlaWorkspace,
+) -> torch.Tensor:
+    """Warp-specialised TMA + wgmma kernel, then the merge."""
+    from kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel
+
+    num_rows = row_slots.shape[0]
+    width = q.shape[-1]
+    num_pages = kv_pool_layer.shape[0]
+    page_rows = kv_pool_layer.stride(0) // width
+    kv_rows = (num_pages - 1) * page_rows + TILE
+    q_rows = q.shape[0] * q.shape[1]
+    out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
+    mla_decode_hopper_kernel[(workspace.num_blocks, workspace.num_parts)](
+        _descriptor(q, q_rows, width, latent_dim // 2),
+        _descriptor(q, q_rows, width, 64),
+        _descriptor(kv_pool_layer, kv_rows, width, latent_dim // 2),
+        _descriptor(kv_pool_layer, kv_rows, width, 64),
+        page_table,
+        row_slots,
+        seq_lens,
+        workspace.plan,
+        out,
+        workspace.partial_out,
+        workspace.partial_lse,
+        page_table.stride(0),
+        page_rows,
+        softmax_scale * _LOG2_E,
+        H=workspace.num_heads,
+        Q_LEN=workspace.q_len,
+        D=latent_dim,
+        NUM_PARTS=workspace.num_parts,
+        ROWS_PAD=workspace.num_blocks * TILE_ROWS,
+        TILE=TILE,
+        STAGES=2,
+        USE_PDL=True,
+        num_warps=4,
+    )
+    _merge(out, workspace, num_rows, True)
+    return out

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Portable split-KV MLA decode over paged KV (page = tile = 64 tokens).
+
+Owns: one part's run of tiles (see mla_plan.py). Does not know: how the run was chosen.
+Query tokens and heads of a row are folded into the M axis of one tile: row `r` is query token
+`r // H`, head `r % H`. Runs in the interpreter in fp32; on NVIDIA GPUs it is the fallback of the
+Hopper kernel.
+"""
+
+from __future__ import annotations
+
+from kernels._triton import gdc_launch_dependents, tl, triton
+
+
+@triton.jit
+def mla_decode_kernel(
+    q,
+    kv,
+    page_table,
+    row_slots,
+    seq_lens,
+    plan,
+    out,
+    partial_out,
+    partial_lse,
+    num_rows,
+    page_table_stride,
+    page_stride,
+    scale_log2,
+    H: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (M block, part). q [rows * Q_LEN, H, D + R], kv [pages, TILE, D + R],
+    pages `page_stride` elements apart."""
+    ROWS: tl.constexpr = H * Q_LEN
+    m_block = tl.program_id(0)
+    part = tl.program_id(1)
+    b = tl.load(plan + part * 4)
+    tile = tl.load(plan + part * 4 + 1)
+    remaining = tl.load(plan + part * 4 + 2)
+    indptr = plan + NUM_PARTS * 4
+    rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D)
+    e = tl.arange(0, R)
+    t = tl.arange(0, TILE)
+    while remaining > 0:
+        row_start = tl.load(indptr + b)
+        num_tiles = tl.load(indptr + b + 1) - row_start
+        stop = tl.minimum(num_tiles, tile + remaining)
+        seq_len = tl.load(seq_lens + b)
+        pages = page_table + tl.load(row_slots + b).to(tl.int64) * page_table_stride
+        q_rows = (b.to(tl.int64) * ROWS + rows) * (D + R)
+        in_rows = rows < ROWS
+        q_d = tl.load(q + q_rows[:, None] + d[None, :], mask=in_rows[:, None], other=0.0)
+        q_e = tl.load(q + q_rows[:, None] + D + e[None, :], mask=in_rows[:, None], other=0.0)
+        limit = seq_len - Q_LEN + 1 + rows // H
+        m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, D], tl.float32)
+        page = tl.load(pages + tile)
+        for j in tl.range(tile, stop, num_stages=STAGES):
+            base = kv + page.to(tl.int64) * page_stride
+            page = tl.load(pages + tl.minimum(j + 1, stop - 1))
+            k_d = tl.load(base + t[:, None] * (D + R) + d[None, :])
+            k_e = tl.load(base + t[:, None] * (D + R) + D + e[None, :])
+            s = tl.dot(q_d, k_d.T)
+            s = tl.dot(q_e, k_e.T, s)
+            s = s * scale_log2
+            s = tl.where((j * TILE + t)[None, :] < limit[:, None], s, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(s, axis=1))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha = tl.exp2(m_i - m_safe)
+            p = tl.exp2(s - m_safe[:, None])
+            l_i = l_i * alpha + tl.sum(p, axis=1)
+            acc = acc * alpha[:, None]
+            acc = tl.dot(p.to(k_d.dtype), k_d, acc)
+            m_i = m_new
+        inv = tl.where(l_i > 0.0, 1.0 / l_i, 0.0)
+        acc = acc * inv[:, None]
+        if (stop - tile) == num_tiles:
+            o = (b.to(tl.int64) * ROWS + rows) * D
+            tl.store(
+                out + o[:, None] + d[None, :],
+                acc.to(out.dtype.element_ty),
+                mask=in_rows[:, None],
+            )
+        else:
+            slot = (part + b).to(tl.int64)
+            lse = tl.where(l_i > 0.0, m_i + tl.log2(l_i), float("-inf"))
+            o = (slot * ROWS_PAD + rows) * D
+            tl.store(partial_out + o[:, None] + d[None, :], acc, mask=in_rows[:, None])
+            tl.store(partial_lse + slot * ROWS_PAD + rows, lse, mask=in_rows)
+        remaining -= stop - tile
+        b += 1
+        tile = 0
+    if USE_PDL:
+        gdc_launch_dependents()

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split-KV work list and merge of partial results, shared by every MLA decode kernel.
+
+Owns: cutting the concatenated KV tiles of a batch into equal runs, one per part (a resident program),
+and folding the partial outputs of a row that several parts worked on. Does not know: how a part
+computes its tiles.
+
+Plan layout, int32, `[num_parts * 4 + max_rows + 2]`, written on the device, valid for every layer
+of one step: per part (row, first tile in the row, tiles, 0), then `tile_indptr[num_rows + 1]`, then the
+quota (tiles per part). Part `p` works on global tiles `[p * quota, (p + 1) * quota)`; its partial result for
+row `b` lies in slot `p + b`: along the list each step raises p or b by one, so slots never collide and
+`num_parts + num_rows` of them are enough.
+Source: the tile scheduler of FlashMLA (contiguous runs over requests) and LSE merging of split-KV
+attention (FlashDecoding).
+"""
+
+from __future__ import annotations
+
+from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+
+
+@triton.jit
+def mla_plan_kernel(
+    seq_lens,
+    plan,
+    num_rows,
+    TILE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+):
+    """One program: lengths -> plan. A row without KV still gets one (fully masked) tile."""
+    rows = tl.arange(0, ROWS_PAD)
+    all_lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
+    all_tiles = tl.maximum((all_lens + TILE - 1) // TILE, 1)
+    total = tl.sum(tl.where(rows < num_rows, all_tiles, 0), axis=0)
+    quota = (total + NUM_PARTS - 1) // NUM_PARTS
+    indptr = plan + NUM_PARTS * 4
+    tl.store(indptr, 0)
+    tl.store(indptr + num_rows + 1, quota)
+
+    parts = tl.arange(0, PARTS_PAD)
+    starts = parts * quota
+    row = tl.zeros([PARTS_PAD], tl.int32)
+    base = tl.zeros([PARTS_PAD], tl.int32)
+    done = total * 0
+    # 16 rows at a time: all rows at once would spill (256 parts x 64 rows in one program).
+    for r0 in range(0, num_rows, 16):
+        some = r0 + tl.arange(0, 16)
+        lens = tl.load(seq_lens + some, mask=some < num_rows, other=0)
+        tiles = tl.where(some < num_rows, tl.maximum((lens + TILE - 1) // TILE, 1), 0)
+        ends = done + tl.cumsum(tiles, axis=0)
+        tl.store(indptr + 1 + some, ends, mask=some < num_rows)
+        before = (ends[None, :] <= starts[:, None]) & (some < num_rows)[None, :]
+        row += tl.sum(before.to(tl.int32), axis=1)
+        base += tl.sum(tl.where(before, tiles[None, :], 0), axis=1)
+        done += tl.sum(tiles, axis=0)
+    count = tl.minimum(quota, tl.maximum(total - starts, 0))
+    keep = parts < NUM_PARTS
+    tl.store(plan + parts * 4, row, mask=keep)
+    tl.store(plan + parts * 4 + 1, starts - base, mask=keep)
+    tl.store(plan + parts * 4 + 2, count, mask=keep)
+
+
+@triton.jit
+def mla_merge_kernel(
+    partial_out,
+    partial_lse,
+    out,
+    plan,
+    num_rows,
+    ROWS: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    D: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PARTS_PAD: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (row of the batch, query row, slice of D): out = sum_p 2^(lse_p - lse) * partial_p."""
+    b = tl.program_id(0)
+    r = tl.program_id(1)
+    indptr = plan + NUM_PARTS * 4
+    start = tl.load(indptr + b)
+    end = tl.load(indptr + b + 1)
+    quota = tl.load(indptr + num_rows + 1)
+    first = start // quota
+    num = (end - 1) // quota - first + 1
+    if USE_PDL:
+        gdc_wait()
+    if num > 1:
+        slot = first + b
+        p = tl.arange(0, PARTS_PAD)
+        lse = tl.load(partial_lse + (slot + p) * ROWS_PAD + r, mask=p < num, other=float("-inf"))
+        top = tl.max(lse, axis=0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        norm = tl.sum(tl.exp2(lse - top), axis=0)
+        inv = tl.where(norm > 0.0, 1.0 / norm, 0.0)
+        d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        for p0 in range(0, num, BLOCK_P):
+            q = p0 + tl.arange(0, BLOCK_P)
+            part_lse = tl.load(
+                partial_lse + (slot + q) * ROWS_PAD + r, mask=q < num, other=float("-inf")
+            )
+            offsets = ((slot + q).to(tl.int64) * ROWS_PAD + r)[:, None] * D + d[None, :]
+            part = tl.load(partial_out + offsets, mask=(q < num)[:, None], other=0.0)
+            acc += tl.sum(part * tl.exp2(part_lse - top)[:, None], axis=0)
+        o = (b.to(tl.int64) * ROWS + r) * D + d
+        tl.store(out + o, (acc * inv).to(out.dtype.element_ty))
+    if USE_PDL:
+        gdc_launch_dependents()

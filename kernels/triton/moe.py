@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches and registrations of the mixture-of-experts kernels. Does not know: their insides.
+
+Grids follow from shapes alone (unused items are empty), so a launch may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels._triton import triton
+from kernels.moe_routing import MoeRouting
+from kernels.registry import Priority, register_kernel
+from kernels.triton.mla import use_pdl
+from kernels.triton.moe_route import moe_align_kernel, moe_combine_kernel, moe_topk_kernel
+from kernels.triton.moe_w4 import moe_w4_kernel
+from kernels.w4_layout import SCALE_CODES, TiledW4
+
+# Up to so many tokens each pair is its own item: sorting costs more than reading twice the few
+# experts that two tokens share.
+UNSORTED_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmTile:
+    """Shape of one program: 64 * nm weight rows, 64 * kc columns a step, pipeline depth."""
+
+    nm: int
+    kc: int
+    stages: int
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeTiles:
+    """Tokens per item and the tiles of the two GEMMs."""
+
+    tokens: int
+    first: GemmTile
+    second: GemmTile
+
+
+def tiles_for(num_tokens: int, top_k: int, num_experts: int) -> MoeTiles:
+    """Choose by the mean number of tokens an expert gets."""
+    mean = num_tokens * top_k / num_experts
+    if mean <= 12:
+        return MoeTiles(
+            tokens=16,
+            first=GemmTile(nm=1, kc=4, stages=3),
+            second=GemmTile(nm=1, kc=2, stages=4),
+        )
+    if mean <= 48:
+        return MoeTiles(
+            tokens=32,
+            first=GemmTile(nm=2, kc=2, stages=3),
+            second=GemmTile(nm=2, kc=2, stages=3),
+        )
+    return MoeTiles(
+        tokens=128,
+        first=GemmTile(nm=2, kc=1, stages=4),
+        second=GemmTile(nm=2, kc=1, stages=4),
+    )
+
+
+def _pdl(enabled: bool) -> dict[str, Any]:
+    return {"launch_pdl": True} if enabled else {}
+
+
+@register_kernel("moe_route", "triton", priority=Priority.PORTABLE, device="cuda")
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: MoeRouting
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One program per token."""
+    num_tokens = logits.shape[0]
+    shape = (num_tokens, routing.top_k)
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    pdl = use_pdl(logits.device)
+    moe_topk_kernel[(num_tokens,)](
+        logits,
+        bias if bias is not None else weights,
+        ids,
+        weights,
+        routing.scale,
+        E=routing.num_experts,
+        E_PAD=triton.next_power_of_2(routing.num_experts),
+        TOP_K=routing.top_k,
+        GROUPS=routing.num_groups,
+        GROUPS_KEPT=routing.groups_kept,
+        SIGMOID=routing.score == "sigmoid",
+        HAS_BIAS=bias is not None,
+        GROUP_TOP2=routing.group_score == "top2",
+        RENORMALISE=routing.renormalise,
+        USE_PDL=pdl,
+        num_warps=1,
+        **_pdl(pdl),
+    )
+    return ids, weights
+
+
+@functools.cache
+def _unsorted_items(num_pairs: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions 0..num_pairs - 1 and as many ones; constant, shared by every layer."""
+    positions = torch.arange(num_pairs, dtype=torch.int32, device=device)
+    return positions, torch.ones_like(positions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Items:
+    """Work items: pairs in order of expert, and per item its expert, first position, length."""
+
+    num: int
+    pairs: torch.Tensor
+    expert: torch.Tensor
+    begin: torch.Tensor
+    count: torch.Tensor
+
+
+def _make_items(ids: torch.Tensor, num_experts: int, tokens: int, pdl: bool) -> _Items:
+    num_pairs = ids.numel()
+    if ids.shape[0] <= UNSORTED_TOKENS:
+        positions, ones = _unsorted_items(num_pairs, ids.device)
+        return _Items(
+            num=num_pairs, pairs=positions, expert=ids.view(-1), begin=positions, count=ones
+        )
+    most = min(num_pairs, num_experts) + num_pairs // tokens
+    pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    expert, begin, count = torch.empty(3, most, dtype=torch.int32, device=ids.device).unbind()
+    block = 128 if num_pairs <= 1024 else 1024
+    moe_align_kernel[(num_experts,)](
+        ids,
+        pairs,
+        expert,
+        begin,
+        count,
+        num_pairs,
+        most,
+        E=num_experts,
+        E_PAD=triton.next_power_of_2(num_experts),
+        TOKENS=tokens,
+        BLOCK=block,
+        USE_PDL=pdl,
+        num_warps=4,
+        **_pdl(pdl),
+    )
+    return _Items(num=most, pairs=pairs, expert=expert, begin=begin, count=count)
+
+
+def _gemm(
+    x: torch.Tensor,
+    weight: TiledW4,
+    items: _Items,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    tile: GemmTile,
+    tokens: int,
+    top_k: int,
+    first: bool,
+) -> None:
+    pdl = use_pdl(x.device)
+    nm = tile.nm if weight.num_rows % (64 * tile.nm) == 0 else 1
+    blocks = weight.num_cols // 64
+    kc = tile.kc
+    while blocks % kc:
+        kc //= 2
+    scale = SCALE_CODES[weight.format]
+    moe_w4_kernel[(weight.num_rows // (64 * nm), items.num)](
+        x,
+        weight.codes.view(torch.uint32),
+        weight.scales.view(torch.uint32),
+        weight.factors,
+        items.pairs,
+        items.expert,
+        items.begin,
+        items.count,
+        weights,
+        out,
+        K=weight.num_cols,
+        N=weight.num_rows,
+        TOP_K=top_k,
+        TOKENS=tokens,
+        NM=nm,
+        KC=kc,
+        STAGES=tile.stages,
+        FIRST=first,
+        INT4=weight.format == "mxint4",
+        SCALE_MUL=scale.multiply,
+        SCALE_ADD=scale.add,
+        PORTABLE=x.device.type != "cuda",
+        USE_PDL=pdl,
+        num_warps=tile.warps,
+        **_pdl(pdl),
+    )
+
+
+@register_kernel(
+    "moe_w4",
+    "triton",
+    priority=Priority.PERFORMANT,
+    device="cuda",
+    min_sm=(9, 0),
+    formats={"x": {"bf16"}, "weight": {"nvfp4", "mxfp4", "mxint4"}},
+)
+def moe_w4(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: TiledW4,
+    down: TiledW4,
+    shared: torch.Tensor | None,
+) -> torch.Tensor:
+    """Sort, GEMM + SwiGLU, GEMM * router weight, sum; four launches (three up to 4 tokens)."""
+    return run_moe_w4(
+        x, ids, weights, gate_up, down, shared,
+        tiles_for(x.shape[0], ids.shape[1], gate_up.num_experts),
+    )
+
+
+def run_moe_w4(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: TiledW4,
+    down: TiledW4,
+    shared: torch.Tensor | None,
+    tiles: MoeTiles,
+) -> torch.Tensor:
+    """The layer with given tiles (the benchmark tries several)."""
+    num_tokens, hidden = x.shape
+    top_k = ids.shape[1]
+    pdl = use_pdl(x.device)
+    items = _make_items(ids, gate_up.num_experts, tiles.tokens, pdl)
+    h = torch.empty(ids.numel(), down.num_cols, dtype=x.dtype, device=x.device)
+    parts = torch.empty(ids.numel(), hidden, dtype=torch.float32, device=x.device)
+    out = torch.empty_like(x)
+    common: dict[str, Any] = {"tokens": tiles.tokens, "top_k": top_k}
+    _gemm(x, gate_up, items, weights, h, tile=tiles.first, first=True, **common)
+    _gemm(h, down, items, weights, parts, tile=tiles.second, first=False, **common)
+    block = 512 if num_tokens <= 16 else 1024
+    moe_combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        parts,
+        shared if shared is not None else x,
+        out,
+        N=hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        HAS_SHARED=shared is not None,
+        USE_PDL=pdl,
+        num_warps=4,
+        **_pdl(pdl),
+    )
+    return out

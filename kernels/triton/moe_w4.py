@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped W4 GEMM of a mixture of experts: out^T = W_expert x^T, weights expanded in registers.
+
+Owns: one (row tile, work item) of one of the two GEMMs; SwiGLU is the first one's epilogue, the
+router weight the second one's. Does not know: routing (moe_route.py), packing (kernels/w4_layout.py).
+Operands are swapped: weight rows are the M axis, the item's tokens (at most TOKENS) the N axis, so a
+handful of tokens pads to 16 columns and not to 64 rows. Weights arrive in the order in which one
+thread feeds them to the tensor cores, 16 bytes a thread, so the expanded tile needs no exchange
+between threads (layouts checked in the compiled code: no shared-memory round trip).
+Source: the register order is Marlin's idea (Frantar et al., arXiv 2408.11743).
+"""
+
+from __future__ import annotations
+
+from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+
+# Eight e2m1 codes of one word: sign and magnitude bits moved to where bf16 has them (value * 2^-126),
+# then times the scale, which carries 2^118. The products are exact; HMUL2 keeps subnormals.
+_FP4_ASM = tl.constexpr("""
+{
+.reg .b32 t, u;
+and.b32 t, $4, 0x81C081C0;
+mul.bf16x2 $0, t, $5;
+shl.b32 t, $4, 3;
+and.b32 t, t, 0x81C081C0;
+mul.bf16x2 $1, t, $6;
+shl.b32 t, $4, 6;
+and.b32 t, t, 0x81C081C0;
+mul.bf16x2 $2, t, $5;
+shl.b32 t, $4, 1;
+and.b32 t, t, 0x80008000;
+shr.b32 u, $4, 3;
+and.b32 u, u, 0x01800180;
+or.b32 t, t, u;
+shr.b32 u, $4, 7;
+and.b32 u, u, 0x00400040;
+or.b32 t, t, u;
+mul.bf16x2 $3, t, $6;
+}
+""")
+# Eight offset-binary int4 codes: 0x4300 | code is bf16 128 + code; (v - 136) * scale in one fma,
+# exact because -136 * 2^e is a bf16 number.
+_INT4_ASM = tl.constexpr("""
+{
+.reg .b32 t, m, c, p, q;
+mov.b32 c, 0x43004300;
+mov.b32 m, 0xC308C308;
+mul.bf16x2 p, $5, m;
+mul.bf16x2 q, $6, m;
+and.b32 t, $4, 0x000F000F;
+or.b32 t, t, c;
+fma.rn.bf16x2 $0, t, $5, p;
+shr.b32 t, $4, 4;
+and.b32 t, t, 0x000F000F;
+or.b32 t, t, c;
+fma.rn.bf16x2 $1, t, $6, q;
+shr.b32 t, $4, 8;
+and.b32 t, t, 0x000F000F;
+or.b32 t, t, c;
+fma.rn.bf16x2 $2, t, $5, p;
+shr.b32 t, $4, 12;
+and.b32 t, t, 0x000F000F;
+or.b32 t, t, c;
+fma.rn.bf16x2 $3, t, $6, q;
+}
+""")
+
+
+@triton.jit
+def _half(word, HIGH: tl.constexpr, PORTABLE: tl.constexpr):
+    """One of the two bf16 numbers of a word; as fp32 in the portable form."""
+    if HIGH:
+        word = word >> 16
+    if PORTABLE:
+        return ((word & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+    return word.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _pair(word, scale, INT4: tl.constexpr, PORTABLE: tl.constexpr):
+    low = _half(word, False, PORTABLE)
+    high = _half(word, True, PORTABLE)
+    if PORTABLE:
+        s = _half(scale, False, True)
+        if INT4:
+            return tl.join((low - 136.0) * s, (high - 136.0) * s)
+        return tl.join(low * s, high * s)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _expand(
+    codes, scale_lo, scale_hi, ROWS: tl.constexpr, COLS: tl.constexpr, INT4: tl.constexpr,
+    PORTABLE: tl.constexpr,
+):
+    """codes, scales u32 [8, 4, 4, kc, nm, 4] -> [ROWS, COLS], bf16 (fp32 in the portable form)."""
+    if PORTABLE:
+        if INT4:
+            a0 = (codes & 0x000F000F) | 0x43004300
+            a1 = ((codes >> 4) & 0x000F000F) | 0x43004300
+            a2 = ((codes >> 8) & 0x000F000F) | 0x43004300
+            a3 = ((codes >> 12) & 0x000F000F) | 0x43004300
+        else:
+            a0 = codes & 0x81C081C0
+            a1 = (codes << 3) & 0x81C081C0
+            a2 = (codes << 6) & 0x81C081C0
+            a3 = (
+                ((codes << 1) & 0x80008000)
+                | ((codes >> 3) & 0x01800180)
+                | ((codes >> 7) & 0x00400040)
+            )
+    else:
+        a0, a1, a2, a3 = tl.inline_asm_elementwise(
+            _INT4_ASM if INT4 else _FP4_ASM,
+            "=r,=r,=r,=r,r,r,r",
+            [codes, scale_lo, scale_hi],
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
+    k_lo = tl.join(_pair(a0, scale_lo, INT4, PORTABLE), _pair(a1, scale_hi, INT4, PORTABLE))
+    k_hi = tl.join(_pair(a2, scale_lo, INT4, PORTABLE), _pair(a3, scale_hi, INT4, PORTABLE))
+    w = tl.join(k_lo, k_hi)
+    # g c warp kc nm k16 pair row8 k8 -> rows (nm warp row8 g), columns (kc k16 k8 c pair)
+    w = tl.permute(w, (4, 2, 7, 0, 3, 5, 8, 1, 6))
+    return tl.reshape(w, (ROWS, COLS))
+
+
+@triton.jit
+def moe_w4_kernel(
+    x,
+    codes,
+    scales,
+    globals_,
+    pairs,
+    item_expert,
+    item_begin,
+    item_count,
+    pair_weights,
+    out,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    NM: tl.constexpr,
+    KC: tl.constexpr,
+    STAGES: tl.constexpr,
+    FIRST: tl.constexpr,
+    INT4: tl.constexpr,
+    SCALE_MUL: tl.constexpr,
+    SCALE_ADD: tl.constexpr,
+    PORTABLE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (tile of 64 * NM weight rows, item). FIRST: x [T, K] gathered by token, out
+    [pairs, N / 2] = SwiGLU; else x [pairs, K] in sorted order, out [pairs, N] fp32 by pair."""
+    pid_n = tl.program_id(0)
+    item = tl.program_id(1)
+    if USE_PDL:
+        gdc_wait()
+    count = tl.load(item_count + item)
+    if count == 0:
+        return
+    expert = tl.load(item_expert + item)
+    begin = tl.load(item_begin + item)
+    t = tl.arange(0, TOKENS)
+    live = t < count
+    pair = tl.load(pairs + begin + t, mask=live, other=0)
+    KB: tl.constexpr = K // 64
+    ROWS: tl.constexpr = 64 * NM
+    COLS: tl.constexpr = 64 * KC
+    if FIRST:
+        x_row = pair // TOP_K
+    else:
+        x_row = begin + t
+    k = tl.arange(0, COLS)
+    x_ptr = x + x_row.to(tl.int64)[:, None] * K + k[None, :]
+    # Lanes lead the index: the compiler then gives each thread the 16 bytes that it feeds to its
+    # tensor core.
+    lane = tl.arange(0, 32)[:, None, None, None, None]
+    warp = tl.arange(0, 4)[None, :, None, None, None]
+    kc = tl.arange(0, KC)[None, None, :, None, None]
+    nm = tl.arange(0, NM)[None, None, None, :, None]
+    word = tl.arange(0, 4)[None, None, None, None, :]
+    tile = (expert.to(tl.int64) * (N // 64) + pid_n * NM) * KB
+    code_ptr = codes + tile * 512 + (nm * KB + kc) * 512 + warp * 128 + lane * 4 + word
+    g = tl.arange(0, 8)[:, None, None, None, None]
+    row8 = tl.arange(0, 2)[None, None, None, None, :]
+    scale_ptr = scales + tile * 64 + (nm * KB + kc) * 64 + warp * 16 + g * 2 + row8
+    shift = (tl.arange(0, 4) * 8)[None, None, None, None, None, :]
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for kb in tl.range(0, KB, KC, num_stages=STAGES):
+        c = tl.load(code_ptr + kb * 512)
+        s = tl.load(scale_ptr + kb * 64)
+        xt = tl.load(x_ptr + kb * 64, mask=live[:, None], other=0.0)
+        s_lo, s_hi = tl.split(s)
+        e_lo = ((s_lo[:, None, :, :, :, None] >> shift) & 255) * SCALE_MUL + SCALE_ADD
+        e_hi = ((s_hi[:, None, :, :, :, None] >> shift) & 255) * SCALE_MUL + SCALE_ADD
+        c = tl.reshape(c, (8, 4, 4, KC, NM, 4))
+        e_lo = tl.broadcast_to(e_lo, (8, 4, 4, KC, NM, 4))
+        e_hi = tl.broadcast_to(e_hi, (8, 4, 4, KC, NM, 4))
+        w = _expand(c, e_lo, e_hi, ROWS, COLS, INT4, PORTABLE)
+        acc = tl.dot(w, xt.T, acc)
+    if USE_PDL:
+        gdc_launch_dependents()
+    position = (begin + t).to(tl.int64)
+    if FIRST:
+        # Rows come as 8 gate, 8 up, ... : both halves of a SwiGLU lie in one thread.
+        halves = tl.permute(tl.reshape(acc, (NM * 4, 2, 8, TOKENS)), (0, 2, 3, 1))
+        gate, up = tl.split(halves)
+        gate = tl.reshape(gate, (ROWS // 2, TOKENS)) * tl.load(globals_ + expert * 2)
+        up = tl.reshape(up, (ROWS // 2, TOKENS)) * tl.load(globals_ + expert * 2 + 1)
+        y = gate / (1.0 + tl.exp(-gate)) * up
+        n = pid_n * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        o = out + position[None, :] * (N // 2) + n[:, None]
+        tl.store(o, y.to(out.dtype.element_ty), mask=live[None, :])
+    else:
+        weight = tl.load(pair_weights + pair, mask=live, other=0.0)
+        y = acc * (tl.load(globals_ + expert * 2) * weight)[None, :]
+        n = pid_n * ROWS + tl.arange(0, ROWS)
+        tl.store(out + pair.to(tl.int64)[None, :] * N + n[:, None], y, mask=live[None, :])
