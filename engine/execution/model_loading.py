@@ -52,9 +52,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise ConfigError(
             "engine.load_format", config.load_format, f"what {source.path} is: {source.kind}"
         )
-    decoder, reader = _open(source)
-    if config.load_format == "dummy":
-        reader = RandomWeights()
+    decoder, reader = _open(source, is_dummy=config.load_format == "dummy")
     max_context_len = config.max_context_len or decoder.max_context_len
     if max_context_len > decoder.max_context_len:
         raise ConfigError(
@@ -62,7 +60,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             config.max_context_len,
             f"up to {decoder.max_context_len}, what the model was trained for",
         )
-    dtype_name, keep_packed = choose_precision(config)
+    dtype_name, keep_packed = choose_precision(config, source)
     options = LoadOptions(
         dtype=_DTYPES[dtype_name], keep_packed=keep_packed, max_positions=max_context_len
     )
@@ -76,15 +74,26 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
 
 
-def choose_precision(config: EngineConfig) -> tuple[str, bool]:
-    """(dtype name, whether weights stay in their low-bit blocks) after resolving `auto`."""
+def choose_precision(config: EngineConfig, source: ModelSource) -> tuple[str, bool]:
+    """(dtype name, whether weights stay in their low-bit blocks) after resolving `auto`.
+
+    Raises:
+        ConfigError: packed weights are asked of a checkpoint that has none.
+    """
     dtype_name = "float32" if config.dtype == "auto" else config.dtype
+    if config.weights == "packed" and source.kind is not ModelKind.GGUF:
+        raise ConfigError(
+            "engine.weights",
+            config.weights,
+            f"auto | dequantized, as {source.path} is no GGUF file",
+        )
     return dtype_name, config.weights == "packed"
 
 
-def _open(source: ModelSource) -> tuple[DecoderConfig, WeightReader]:
+def _open(source: ModelSource, is_dummy: bool) -> tuple[DecoderConfig, WeightReader]:
     if source.kind is ModelKind.HF:
-        return decoder_config_from_hf(source.path), HfWeights(source.path)
+        decoder = decoder_config_from_hf(source.path)
+        return decoder, RandomWeights() if is_dummy else HfWeights(source.path)
     file = open_gguf(source.path)
     decoder = decoder_config_from_gguf(file.metadata, file.tensors)
-    return decoder, GgufWeights(file, decoder.head_dim)
+    return decoder, RandomWeights() if is_dummy else GgufWeights(file, decoder.head_dim)
