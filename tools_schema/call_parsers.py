@@ -129,6 +129,7 @@ def parse_call(
 def _parse_json_call(
     source: ByteSource, body: JsonBody, call: OpenCall, *, is_bare: bool
 ) -> Wait[None]:
+    yield from source.skip_blanks()
     yield from _expect_byte(source, _BRACE)
     seen: set[str] = set()
     is_first = True

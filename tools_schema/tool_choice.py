@@ -72,6 +72,8 @@ def parse_tool_choice(
     if kind == "auto" and low:
         kind = "required"
     high = None if max_tool_calls is None else _count(max_tool_calls, "max_tool_calls", 1)
+    if mode == "named" and high is None:
+        high = max(low, 1)  # a named tool is called once, where no count is asked for
     if not parallel:
         high = 1
     if high is not None and high < max(low, 1):

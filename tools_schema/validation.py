@@ -31,7 +31,10 @@ class ArgumentProblem:
 class SchemaValidator:
     """One schema, compiled; `root` names the value in the problems' paths."""
 
-    def __init__(self, schema: dict[str, Any] | bool, root: str) -> None:
+    def __init__(
+        self, schema: dict[str, Any] | bool, root: str, *, must_be_object: bool = False
+    ) -> None:
+        self._must_be_object = must_be_object  # whatever the schema forgets to say
         self._validator = compile_schema(schema, root)
         self._root = root
 
@@ -41,6 +44,8 @@ class SchemaValidator:
             value = parse_json(text)
         except ValueError as error:
             return [ArgumentProblem(self._root, f"not JSON: {error}")]
+        if self._must_be_object and not isinstance(value, dict):
+            return [ArgumentProblem(self._root, "not an object")]
         try:
             return self._check(value)
         except UnicodeEncodeError:  # a lone surrogate escape: no validator can hold one
@@ -58,7 +63,7 @@ class ToolValidator:
 
     def __init__(self, toolset: ToolSet) -> None:
         self._by_name = {
-            tool.name: SchemaValidator(_arguments_schema(tool.schema()), "arguments")
+            tool.name: SchemaValidator(tool.schema(), "arguments", must_be_object=True)
             for tool in toolset
         }
 
@@ -69,18 +74,6 @@ class ToolValidator:
             known = ", ".join(self._by_name) or "none"
             return [ArgumentProblem("name", f"no tool named {name!r}; allowed: {known}")]
         return validator.problems(text)
-
-
-def _arguments_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Arguments are an object even where the schema forgets to say so."""
-    if schema.get("type") == "object":
-        return schema
-    # A resource of its own under allOf keeps the original's $id, $defs and "#" references.
-    return {"type": "object", "allOf": [schema]} if _is_plain(schema) else schema
-
-
-def _is_plain(schema: dict[str, Any]) -> bool:
-    return '"$ref"' not in json.dumps(schema) and "$schema" not in schema
 
 
 @lru_cache(maxsize=_CACHED_SETS)

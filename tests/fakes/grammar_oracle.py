@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real grammar engine as a judge of structural tags: what a plan accepts, and random walks.
+
+Serving code of `tools_schema` never imports xgrammar; its tests ask it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import xgrammar
+
+from tools_schema.structural_tag import GrammarPlan
+
+_EOS = 255
+
+
+@functools.cache
+def byte_tokenizer() -> xgrammar.TokenizerInfo:
+    """256 tokens: one per byte (0x00 is left out), and an end of turn."""
+    vocab: list[str | bytes] = [bytes([code]) for code in range(1, 256)]
+    return xgrammar.TokenizerInfo(
+        [*vocab, "<eos>"], vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[_EOS]
+    )
+
+
+@functools.cache
+def byte_compiler() -> xgrammar.GrammarCompiler:
+    return xgrammar.GrammarCompiler(byte_tokenizer(), max_threads=1)
+
+
+def accepts(plan: GrammarPlan, text: str) -> bool:
+    """Whether the plan lets a model write exactly `text` and stop."""
+    if plan.text is None:
+        return True
+    matcher = xgrammar.GrammarMatcher(_compiled(plan.text))
+    return bool(matcher.accept_string(text) and matcher.is_completed())
+
+
+def accepts_prefix(plan: GrammarPlan, text: str) -> bool:
+    """Whether the plan lets a model begin with `text`."""
+    if plan.text is None:
+        return True
+    return bool(xgrammar.GrammarMatcher(_compiled(plan.text)).accept_string(text))
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(text: str) -> xgrammar.CompiledGrammar:
+    return byte_compiler().compile_structural_tag(text)
+
+
+class RandomWalker:
+    """Samples tokens under a grammar's mask, with a pull towards closing what is open."""
+
+    def __init__(self, token_bytes: Sequence[bytes], eos_id: int) -> None:
+        self._token_bytes = token_bytes
+        self._eos_id = eos_id
+        info = xgrammar.TokenizerInfo(
+            [bytes(b) for b in token_bytes],
+            vocab_type=xgrammar.VocabType.RAW,
+            stop_token_ids=[eos_id],
+        )
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._size = len(token_bytes)
+        self._pull = np.array([_pull_of(b) for b in token_bytes], dtype=np.float64)
+
+    def compile(self, plan: GrammarPlan) -> xgrammar.CompiledGrammar:
+        assert plan.text is not None
+        return self._compiler.compile_structural_tag(plan.text)
+
+    def walk(
+        self, grammar: xgrammar.CompiledGrammar, seed: int, most_tokens: int, start: bytes = b""
+    ) -> tuple[list[bytes], bool]:
+        """The tokens' bytes, and whether the grammar was finished within `most_tokens`."""
+        rng = random.Random(seed)
+        matcher = xgrammar.GrammarMatcher(grammar)
+        mask = np.zeros((1, (self._size + 31) // 32), dtype=np.int32)
+        pieces = [start] if start else []
+        if start:
+            assert matcher.accept_string(start)
+        for step in range(most_tokens):
+            matcher.fill_next_token_bitmask(mask)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._size]
+            allowed = np.flatnonzero(bits)
+            assert len(allowed), "the grammar leaves no token"
+            token_id = self._pick(allowed, rng, step)
+            assert matcher.accept_token(token_id)
+            if token_id == self._eos_id:
+                return pieces, True
+            pieces.append(self._token_bytes[token_id])
+        return pieces, False
+
+    def _pick(self, allowed: np.ndarray, rng: random.Random, step: int) -> int:
+        weights = 1.0 + self._pull[allowed] * len(allowed) * min(1.0, step / 24)
+        weights[allowed == self._eos_id] += len(allowed)
+        total = np.cumsum(weights)
+        return int(allowed[np.searchsorted(total, rng.random() * total[-1], side="right")])
+
+
+def _pull_of(token: bytes) -> float:
+    """How much a token helps to end a value."""
+    return 1.0 if token in (b'"', b"}", b"]", b'"}', b"}}", b"<", b"</", b"true", b"null") else 0.0
