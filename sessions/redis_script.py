@@ -12,7 +12,7 @@ Key layout, each with the configured prefix in front (`moorage:` by default):
     sessions                  zset     every session id, score 0: ids sort by age
     tenant:<tenant>           zset     the same, of one tenant
     children:<sid>            zset     the same, of one parent
-    expiry                    zset     session id -> expires_at_ms
+    expiry                    zset     session id -> expires_at_ms, while no turn runs
     tokens:<tenant>           hash     session id -> length of its token history
     log:<log>                 list     records of a log: msgpack [input_len, tokens, body]
     log:<log>:ids             hash     record id -> 1: what was appended already

@@ -376,7 +376,10 @@ class RedisSessionStore:
         body = codec.encode_session(session)
         version = session.version
         write.add("HSET", self._key("session", session.id), "version", version, "body", body)
-        write.add("ZADD", self._key("expiry"), session.expires_at_ms, session.id)
+        if session.current_turn is None:
+            write.add("ZADD", self._key("expiry"), session.expires_at_ms, session.id)
+        else:
+            write.add("ZREM", self._key("expiry"), session.id)
         write.add("HSET", self._key("tokens", session.tenant), session.id, session.num_tokens)
 
     def _add_log(self, write: Write, session: Session, records: Sequence[Record]) -> None:

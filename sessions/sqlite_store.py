@@ -28,7 +28,7 @@ from sessions.errors import (
     VersionConflict,
 )
 from sessions.log_cache import LogCache
-from sessions.session import Session
+from sessions.session import QUEUED, RUNNING, Session
 from sessions.sqlite_schema import SCHEMA_VERSION, migrate
 from sessions.sqlite_threads import SqliteThreads
 from sessions.store import (
@@ -234,8 +234,9 @@ class SqliteSessionStore:
     async def due(self, now_ms: int, limit: int) -> tuple[Session, ...]:
         rows = await self._db.read(
             lambda db: db.execute(
-                _SELECT + "WHERE s.expires_at_ms <= ? ORDER BY s.expires_at_ms, s.id LIMIT ?",
-                (now_ms, limit),
+                _SELECT + "WHERE s.expires_at_ms <= ? AND s.status NOT IN (?, ?) "
+                "ORDER BY s.expires_at_ms, s.id LIMIT ?",
+                (now_ms, RUNNING, QUEUED, limit),
             ).fetchall()
         )
         return tuple(codec.decode_session(*row) for row in rows)

@@ -155,7 +155,7 @@ class SessionStore(Protocol):
         """Drop idempotency keys older than their retention; returns how many."""
 
     async def due(self, now_ms: int, limit: int) -> tuple[Session, ...]:
-        """Sessions whose `expires_at_ms` has come, longest overdue first."""
+        """Sessions without a running turn whose `expires_at_ms` has come, oldest first."""
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         """Counts over the tenant's stored sessions."""

@@ -515,6 +515,17 @@ class SessionStoreContract:
         assert [s.id for s in due] == [made[1].id, made[2].id]
         assert [s.id for s in harness.run(harness.store.due(NOW_MS + 25, 1))] == [made[1].id]
 
+    def test_session_with_a_running_turn_is_not_due(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn, claim = self._begin(harness, session)
+        late = session.expires_at_ms + DAY_MS
+        assert harness.run(harness.store.due(late, 10)) == ()
+        record = outcome(turn)
+        done = claim.session.commit_turn(record, NOW_MS)
+        done = harness.run(harness.store.commit_turn(done, record))
+        assert harness.run(harness.store.due(late, 10)) == (done,)
+
     def test_tenant_usage_counts_sessions_and_tokens(
         self, harness: StoreHarness, session: Session
     ) -> None:
