@@ -1,9 +1,293 @@
 // SPDX-License-Identifier: Apache-2.0
+// The large path: a slab of many tokens (prefill, alone or mixed with decode rows) on AMX tiles.
+//
+// Eight phases a layer, a meeting of all threads between them:
+//
+//   phase      items                              writes
+//   norm       16-token tiles                     A tiles of the normed residual
+//   qkv        rope pairs of 2 x 16 columns       queries; K and V into the pool
+//   pack       (row, 32 keys)                     B tiles of the row's K and V
+//   attention  (KV head, 32 queries of a row)     A tiles of the attended rows
+//   attn_out   32 columns                         residual +=
+//   norm       16-token tiles                     A tiles
+//   gate_up    16 columns of gate and of up       A tiles of the activation
+//   down       32 columns                         residual +=
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "amx.h"
 #include "llama.h"
+#include "scratch.h"
+
 namespace moorage::cpu {
-bool amx_fits(const LlamaConfig&) { return false; }
+namespace {
+
+constexpr float kLog2E = 1.44269504F;
+constexpr int kPackKeys = 32;
+
+// A run of the slab's tokens that belong to one row.
+struct RowSpan {
+  int first_token;
+  int num_tokens;
+  int first_position;  // index of the first one among the row's keys
+  int kv_len;          // keys the last one sees
+  size_t keys_at;      // elements into the packed keys, per KV head
+};
+
+struct QueryBlock {
+  int span;
+  int first;  // token within the span
+  int count;
+};
+
+struct KeyBlock {
+  int span;
+  int begin;
+};
+
+int round_up(int value, int step) { return (value + step - 1) / step * step; }
+
+class LargeStep {
+ public:
+  LargeStep(const LlamaWeights& weights, const LlamaStep& step, const TokenPlace* places,
+            const int32_t* input_ids, int count, int num_threads, float* residual)
+      : w_(weights),
+        c_(weights.config),
+        step_(step),
+        k_(table_of(current_level())),
+        places_(places),
+        input_ids_(input_ids),
+        count_(count),
+        residual_(residual) {
+    const size_t padded = static_cast<size_t>(round_up(count, 2 * amx::kTileRows));
+    normed_.resize(padded * c_.hidden);
+    attended_.resize(padded * c_.query_width());
+    activated_.resize(padded * c_.ffn);
+    head_stride_ = (padded + amx::kBlockQueries) * c_.head_dim;
+    query_.resize(head_stride_ * c_.num_heads);
+    cut_rows();
+    list_targets();
+    const size_t widest = amx::scratch_elements(std::max(c_.hidden, c_.query_width()), false);
+    const size_t scratch = std::max(widest, amx::scratch_elements(c_.ffn, true));
+    for (int member = 0; member < num_threads; ++member) {
+      scratch_.push_back(std::make_unique<AlignedArray<uint16_t>>(scratch));
+      rows_.push_back(std::make_unique<AlignedArray<float>>(static_cast<size_t>(c_.hidden)));
+    }
+  }
+
+  int first_items() const { return count_; }
+
+  void operator()(Team& team, int me) {
+    amx::begin();
+    for (int token; (token = team.claim(me)) >= 0;) {
+      unpack_row(w_.embedding, input_ids_[token],
+                 residual_ + static_cast<size_t>(token) * c_.hidden);
+    }
+    team.meet(me, num_m_tiles());
+    for (int layer = 0; layer < c_.num_layers; ++layer) run_layer(team, me, layer);
+    amx::end();
+  }
+
+ private:
+  int num_m_tiles() const { return (count_ + amx::kTileRows - 1) / amx::kTileRows; }
+  int pairs_per_head() const { return c_.head_dim / 32; }
+  int num_head_pairs() const { return (c_.num_heads + 2 * c_.num_kv_heads) * pairs_per_head(); }
+
+  void cut_rows() {
+    size_t keys = 0;
+    for (int token = 0; token < count_;) {
+      int end = token + 1;
+      while (end < count_ && places_[end].row == places_[token].row) ++end;
+      const int kv_len = places_[end - 1].kv_len;
+      const int span = static_cast<int>(spans_.size());
+      spans_.push_back({token, end - token, places_[token].kv_len - 1, kv_len, keys});
+      for (int first = 0; first < end - token; first += amx::kBlockQueries) {
+        blocks_.push_back({span, first, std::min(amx::kBlockQueries, end - token - first)});
+      }
+      for (int begin = 0; begin < kv_len; begin += kPackKeys) key_blocks_.push_back({span, begin});
+      keys += static_cast<size_t>(round_up(kv_len, kPackKeys)) * c_.head_dim;
+      token = end;
+    }
+    keys_per_head_ = keys;
+    keys_.resize(keys * c_.num_kv_heads);
+    values_.resize(keys * c_.num_kv_heads);
+    // The blocks that see most keys first, so that the threads finish together.
+    std::stable_sort(blocks_.begin(), blocks_.end(), [this](const auto& a, const auto& b) {
+      return end_of(a) > end_of(b);
+    });
+  }
+
+  int end_of(const QueryBlock& block) const {
+    return spans_[block.span].first_position + block.first + block.count;
+  }
+
+  void list_targets() {
+    for (int token = 0; token < count_; ++token) {
+      positions_.push_back(places_[token].position);
+      key_targets_.push_back(places_[token].key);
+      query_targets_.push_back(query_.data() + static_cast<size_t>(token) * c_.head_dim);
+    }
+  }
+
+  void run_layer(Team& team, int me, int index) {
+    const LlamaLayer& layer = w_.layers[index];
+    const KvLayer kv = layer_of(c_, step_.pool, index);
+    for (int item; (item = team.claim(me)) >= 0;) norm_tile(layer.input_norm, item, me);
+    team.meet(me, num_head_pairs());
+    for (int item; (item = team.claim(me)) >= 0;) project_pair(layer, index, item, me);
+    team.meet(me, static_cast<int>(key_blocks_.size()));
+    for (int item; (item = team.claim(me)) >= 0;) pack_keys(kv, item);
+    team.meet(me, static_cast<int>(blocks_.size()) * c_.num_kv_heads);
+    for (int item; (item = team.claim(me)) >= 0;) attend(item);
+    team.meet(me, c_.hidden / 32);
+    for (int item; (item = team.claim(me)) >= 0;) add_columns(layer.attn_out, attended_, item, me);
+    team.meet(me, num_m_tiles());
+    for (int item; (item = team.claim(me)) >= 0;) norm_tile(layer.post_norm, item, me);
+    team.meet(me, c_.ffn / kPanelRows);
+    for (int item; (item = team.claim(me)) >= 0;) activate_columns(layer, item, me);
+    team.meet(me, c_.hidden / 32);
+    for (int item; (item = team.claim(me)) >= 0;) add_columns(layer.down, activated_, item, me);
+    team.meet(me, num_m_tiles());
+  }
+
+  void norm_tile(const std::vector<float>& weight, int tile, int me) {
+    float* normed = rows_[me]->data();
+    const int end = std::min(count_, (tile + 1) * amx::kTileRows);
+    for (int token = tile * amx::kTileRows; token < end; ++token) {
+      const float* row = residual_ + static_cast<size_t>(token) * c_.hidden;
+      k_.norm_row(row, weight.data(), c_.hidden, c_.rms_eps, normed);
+      amx::pack_row(normed, c_.hidden, normed_.data(), token);
+    }
+  }
+
+  amx::PairProduct product_of(const PackedMatrix& matrix, const AlignedArray<uint16_t>& tokens,
+                              int first, int second, int me) const {
+    amx::PairProduct product;
+    product.matrix = &matrix;
+    product.panels[0] = first;
+    product.panels[1] = second;
+    product.tokens = tokens.data();
+    product.num_tokens = count_;
+    product.scratch = scratch_[me]->data();
+    return product;
+  }
+
+  // Item: dims [16 i, 16 i + 16) of one head and their rope partners D / 2 further on.
+  void project_pair(const LlamaLayer& layer, int index, int item, int me) {
+    const int head = item / pairs_per_head();
+    const int pair = item % pairs_per_head();
+    const int first = head * (c_.head_dim / kPanelRows) + pair;
+    const amx::PairProduct product =
+        product_of(layer.qkv, normed_, first, first + pairs_per_head(), me);
+    const PoolStrides strides(c_, step_.pool.page_size);
+    const bool is_query = head < c_.num_heads;
+    const bool is_value = head >= c_.num_heads + c_.num_kv_heads;
+    amx::HeadContext context;
+    context.cos_sin = is_value ? nullptr : w_.cos_sin.data();
+    context.positions = positions_.data();
+    context.head_dim = c_.head_dim;
+    context.dim = pair * kPanelRows;
+    context.scale = is_query ? kLog2E / std::sqrt(static_cast<float>(c_.head_dim)) : 1.0F;
+    context.targets = is_query ? query_targets_.data() : key_targets_.data();
+    if (is_query) {
+      context.offset = head_stride_ * head;
+    } else {
+      const int kv_head = (head - c_.num_heads) % c_.num_kv_heads;
+      context.offset = strides.layer * index + (is_value ? strides.value : 0) +
+                       static_cast<size_t>(kv_head) * c_.head_dim;
+    }
+    amx::pair_product(product, amx::finish_head, &context);
+  }
+
+  amx::PackedKeys keys_of(int kv_head, const RowSpan& span) const {
+    const size_t at = keys_per_head_ * kv_head + span.keys_at;
+    return {keys_.data() + at, values_.data() + at};
+  }
+
+  void pack_keys(const KvLayer& kv, int item) {
+    const KeyBlock& block = key_blocks_[item];
+    const RowSpan& span = spans_[block.span];
+    for (int kv_head = 0; kv_head < c_.num_kv_heads; ++kv_head) {
+      amx::pack_keys(kv, places_[span.first_token].pages, kv_head, block.begin, span.kv_len,
+                     keys_of(kv_head, span));
+    }
+  }
+
+  void attend(int item) {
+    const int num_blocks = static_cast<int>(blocks_.size());
+    const int kv_head = item / num_blocks;
+    const QueryBlock& from = blocks_[item % num_blocks];
+    const RowSpan& span = spans_[from.span];
+    const int token = span.first_token + from.first;
+    amx::AttendBlock block;
+    block.group = c_.group();
+    block.head_dim = c_.head_dim;
+    block.head_stride = head_stride_;
+    block.query = query_.data() + head_stride_ * kv_head * c_.group() +
+                  static_cast<size_t>(token) * c_.head_dim;
+    block.num_queries = from.count;
+    block.first_position = span.first_position + from.first;
+    block.kv = keys_of(kv_head, span);
+    block.out = attended_.data();
+    block.out_k_tiles = c_.query_width() / kTileCols;
+    block.out_token = token;
+    block.out_head = kv_head * c_.group();
+    amx::attend_block(block);
+  }
+
+  void add_columns(const PackedMatrix& matrix, const AlignedArray<uint16_t>& tokens, int item,
+                   int me) {
+    amx::PairProduct product = product_of(matrix, tokens, 2 * item, 2 * item + 1, me);
+    product.sums_chunks = true;
+    const amx::AddContext context{residual_, c_.hidden, {2 * item, 2 * item + 1}};
+    amx::pair_product(product, amx::finish_add, &context);
+  }
+
+  void activate_columns(const LlamaLayer& layer, int item, int me) {
+    const amx::PairProduct product =
+        product_of(layer.gate_up, normed_, item, c_.ffn / kPanelRows + item, me);
+    const amx::SwigluContext context{activated_.data(), c_.ffn / kTileCols, item * kPanelRows};
+    amx::pair_product(product, amx::finish_swiglu, &context);
+  }
+
+  const LlamaWeights& w_;
+  const LlamaConfig& c_;
+  const LlamaStep& step_;
+  const KernelTable& k_;
+  const TokenPlace* places_;
+  const int32_t* input_ids_;
+  const int count_;
+  float* residual_;
+  AlignedArray<uint16_t> normed_;     // A tiles [tokens, hidden]
+  AlignedArray<uint16_t> attended_;   // A tiles [tokens, query width]
+  AlignedArray<uint16_t> activated_;  // A tiles [tokens, ffn]
+  AlignedArray<uint16_t> query_;      // [heads][tokens][D], times scale * log2(e)
+  AlignedArray<uint16_t> keys_;       // per KV head, per span: B tiles
+  AlignedArray<uint16_t> values_;
+  size_t head_stride_ = 0;
+  size_t keys_per_head_ = 0;
+  std::vector<RowSpan> spans_;
+  std::vector<QueryBlock> blocks_;
+  std::vector<KeyBlock> key_blocks_;
+  std::vector<int32_t> positions_;
+  std::vector<uint16_t*> key_targets_;
+  std::vector<uint16_t*> query_targets_;
+  std::vector<std::unique_ptr<AlignedArray<uint16_t>>> scratch_;
+  std::vector<std::unique_ptr<AlignedArray<float>>> rows_;
+};
+
+}  // namespace
+
+bool amx_fits(const LlamaConfig& config) {
+  return config.head_dim % 32 == 0 && config.head_dim <= amx::kMaxHeadDim &&
+         config.hidden % 32 == 0 && config.ffn % 32 == 0;
+}
+
 void run_large(const LlamaWeights& weights, const LlamaStep& step, const TokenPlace* places,
                const int32_t* input_ids, int count, ThreadPool& pool, float* residual) {
-  run_small(weights, step, places, input_ids, count, pool, residual);
+  LargeStep large(weights, step, places, input_ids, count, pool.size(), residual);
+  pool.run(large.first_items(), [&large](Team& team, int me) { large(team, me); });
 }
+
 }  // namespace moorage::cpu

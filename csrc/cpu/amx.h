@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// bf16 matrix tiles on AMX: linears and attention of many tokens at once.
+// Does not know: models, threads, Python.
+//
+// Activations lie in A tiles: token t, column c is element (t % 16) * 32 + c % 32 of tile
+// (t / 16) * k_tiles + c / 32, 512 elements (1 KB) a tile. Rows of the last tile beyond the tokens
+// hold anything; they only ever reach their own rows of a product.
+//
+// Thread rule: begin() once per thread before any other function here, end() after the last.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace moorage::cpu::amx {
+
+constexpr int kTileRows = 16;
+constexpr int kTileElements = 512;
+constexpr int kChunkTiles = 18;     // columns of a weight chunk / 32: two panels fill most of an L1
+constexpr int kBlockQueries = 32;   // query tokens of one attention item
+constexpr int kBlockKeys = 128;     // keys of one softmax step
+constexpr int kMaxHeadDim = 256;
+
+void begin();
+void end();
+
+// Writes token `token` of A tiles from x [cols].
+void pack_row(const float* x, int cols, uint16_t* tiles, int token);
+
+// Two 16-row panels of a matrix times all tokens. Calls `finish` once per pair of m tiles (and per
+// chunk of columns) with c: fp32 [2 m tiles][2 panels][16][16] and the number of m tiles in it.
+struct PairProduct {
+  const PackedMatrix* matrix = nullptr;
+  int panels[2] = {0, 0};
+  const uint16_t* tokens = nullptr;  // A tiles
+  int num_tokens = 0;
+  uint16_t* scratch = nullptr;       // 2 * kChunkTiles * kTileElements
+  bool sums_chunks = false;          // true: `finish` adds, so it may be called once per chunk
+};
+using Finish = void (*)(const void* context, int first_token, int num_tokens, const float* c);
+void pair_product(const PairProduct& product, Finish finish, const void* context);
+// Elements of `scratch` for a matrix of num_cols columns.
+size_t scratch_elements(int num_cols, bool sums_chunks);
+
+// residual [tokens, hidden] += c.
+struct AddContext {
+  float* residual;
+  int hidden;
+  int panels[2];
+};
+void finish_add(const void* context, int first_token, int num_tokens, const float* c);
+
+// A tiles [tokens, ffn] = silu(panel 0) * panel 1, columns [column, column + 16).
+struct SwigluContext {
+  uint16_t* tiles;
+  int k_tiles;
+  int column;
+};
+void finish_swiglu(const void* context, int first_token, int num_tokens, const float* c);
+
+// Panel 0 holds dims [dim, dim + 16) of a head, panel 1 dims [D/2 + dim, D/2 + dim + 16): rope pairs.
+// Token t goes to targets[t] + offset (bf16), scaled; no rope where `cos_sin` is null.
+struct HeadContext {
+  const float* cos_sin;          // [max_positions, D]
+  const int32_t* positions;      // [tokens]
+  uint16_t* const* targets;      // [tokens]
+  size_t offset;
+  int head_dim;
+  int dim;
+  float scale;
+};
+void finish_head(const void* context, int first_token, int num_tokens, const float* c);
+
+// One row's K and V of one KV head, repacked as B tiles; `keys` [padded / 16][D / 32] tiles,
+// `values` [padded / 32][D / 16] tiles.
+struct PackedKeys {
+  uint16_t* keys = nullptr;
+  uint16_t* values = nullptr;
+};
+// Packs tokens [begin, begin + 32); those from seq_len on become zeros. begin % 32 == 0.
+void pack_keys(const KvLayer& kv, const int32_t* pages, int kv_head, int begin, int seq_len,
+               const PackedKeys& out);
+
+// Up to 32 query tokens of one row against one KV head, all query heads of its group.
+struct AttendBlock {
+  const uint16_t* query = nullptr;  // first token of the group's first head: [heads][tokens][D]
+  size_t head_stride = 0;           // elements between heads
+  int group = 0;
+  int head_dim = 0;
+  int num_queries = 0;
+  int first_position = 0;           // index in the row's keys of the first query token
+  PackedKeys kv;
+  uint16_t* out = nullptr;          // A tiles [tokens, heads * D]
+  int out_k_tiles = 0;
+  int out_token = 0;                // of the first query
+  int out_head = 0;                 // of the group's first head
+};
+void attend_block(const AttendBlock& block);
+
+}  // namespace moorage::cpu::amx

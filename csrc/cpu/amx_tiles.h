@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tile intrinsics with the compiler fences that gcc 12's own lack. Include only from AMX files.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace moorage::cpu::amx {
+namespace {
+
+// gcc 12 does not say that a tile load reads memory: without this, stores to a tile just written
+// may sink below the load (and for the configuration all but 8 of its bytes are dropped: SIGILL).
+inline void publish_stores() { __asm__ volatile("" ::: "memory"); }
+
+// c (4 tiles: m0n0, m0n1, m1n0, m1n1) = a0 / a1 times b0 / b1 over `steps` tiles along k.
+// Strides in bytes: of a tile's rows, and from one k step to the next.
+struct Operand {
+  const uint16_t* first;
+  const uint16_t* second;
+  long row_stride;
+  long step;  // elements
+};
+
+inline void multiply_2x2(const Operand& a, const Operand& b, int steps) {
+  for (int k = 0; k < steps; ++k) {
+    _tile_loadd(4, a.first + k * a.step, a.row_stride);
+    _tile_loadd(6, b.first + k * b.step, b.row_stride);
+    _tile_loadd(5, a.second + k * a.step, a.row_stride);
+    _tile_loadd(7, b.second + k * b.step, b.row_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+}
+
+inline void multiply_1x2(const Operand& a, const Operand& b, int steps) {
+  for (int k = 0; k < steps; ++k) {
+    _tile_loadd(4, a.first + k * a.step, a.row_stride);
+    _tile_loadd(6, b.first + k * b.step, b.row_stride);
+    _tile_loadd(7, b.second + k * b.step, b.row_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+  }
+}
+
+inline void zero_2x2() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+}  // namespace
+}  // namespace moorage::cpu::amx
