@@ -18,8 +18,9 @@ from typing import Any, get_type_hints
 import msgspec
 
 from engine.errors import ConfigError
+from engine.weights.errors import ModelNotFoundError
+from engine.weights.source import DEFAULT_MODEL, resolve_model
 
-DEFAULT_MODEL = "default"
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "dequantized", "packed")
@@ -31,7 +32,7 @@ MAX_SOCKET_PATH_BYTES = 107
 class GrammarConfig:
     """Compiling grammars, beside the loop."""
 
-    compile_threads: int = 1
+    compile_threads: int = 2
     """Worker threads that compile grammars; count."""
     budget_ms: int = 2000
     """How long a request waits for its grammar before it fails; milliseconds."""
@@ -61,7 +62,7 @@ class EngineConfig:
     """The engine process: model, memory, batch limits."""
 
     model: str = DEFAULT_MODEL
-    """Hugging Face directory or GGUF file; `default` is the packaged SmolLM2-135M-Instruct."""
+    """Hugging Face directory or GGUF file; `smollm2` is the packaged SmolLM2-135M-Instruct."""
     load_format: str = "auto"
     """auto | gguf | safetensors | dummy (random weights, for benchmarks)."""
     dtype: str = "auto"
@@ -154,10 +155,10 @@ def _convert(hint: Any, value: object, path: str) -> object:
 
 
 def _model_problems(config: EngineConfig) -> Iterator[ConfigError]:
-    if not config.model:
-        yield ConfigError("engine.model", config.model, "a path, or `default`")
-    elif config.model != DEFAULT_MODEL and not Path(config.model).exists():
-        yield ConfigError("engine.model", config.model, "an existing file or directory")
+    try:
+        resolve_model(config.model)
+    except ModelNotFoundError as error:
+        yield ConfigError("engine.model", config.model, "a model that is there", str(error))
     for name, allowed in (
         ("load_format", LOAD_FORMATS),
         ("dtype", DTYPES),

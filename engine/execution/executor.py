@@ -69,10 +69,10 @@ class Executor:
         """The oldest result not taken yet, or None."""
         return self._results.popleft() if self._results else None
 
-    def close(self) -> None:
-        """Finish the queued steps and end the worker."""
+    def close(self, *, timeout_s: float = 10.0) -> None:
+        """Finish the queued steps and end the worker; one that hangs ends with the process."""
         self._steps.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
 
     def _work(self) -> None:
         with torch.inference_mode():

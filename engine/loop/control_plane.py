@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop's side of `_scheduler`: its values become wire messages, cache changes are published.
+
+Does not know: steps' tensors, grammars, peers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from _scheduler import Abort, Ended, Plan, RequestSpec, Scheduler, SchedulerConfig, StepDone
+from engine import api
+from engine.config import EngineConfig
+from engine.execution.batch import ModelRunner
+from engine.loop.outbox import Outbox
+from engine.loop.requests import Request
+from engine.transport import pack_ids, unpack_ids
+
+
+def build_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
+    """A scheduler for the pages and limits of `runner`. Raises: ValueError naming the field."""
+    return Scheduler(
+        SchedulerConfig(
+            page_size=runner.page_size,
+            num_pages=runner.num_pages,
+            max_slots=config.max_slots,
+            max_context_len=runner.max_context_len,
+            token_budget=config.token_budget,
+            model_fingerprint=runner.model_fingerprint,
+        )
+    )
+
+
+class ControlPlane:
+    """Calls the scheduler. One thread."""
+
+    def __init__(self, scheduler: Scheduler, outbox: Outbox) -> None:
+        self._scheduler = scheduler
+        self._outbox = outbox
+
+    def submit(self, request: Request) -> None:
+        """Queue a request with the output of its earlier life. Raises: ValueError."""
+        token_ids = np.concatenate([request.prompt_ids, request.resumed_ids])
+        spec = RequestSpec(
+            request_id=request.index,
+            token_ids=token_ids.astype(np.int32),
+            max_new_tokens=request.params.max_new_tokens - len(request.resumed_ids),
+            priority=request.priority,
+            tenant=request.tenant,
+            salt=request.salt,
+        )
+        self._scheduler.submit([spec])
+
+    def next_plan(self, now_ms: int) -> Plan:
+        """The next step; its views are valid until the next call."""
+        return self._scheduler.next_plan(now_ms)
+
+    def advance(self, events: list[StepDone | Abort]) -> list[Ended]:
+        """Apply results; who left the scheduler by them."""
+        ended = self._scheduler.advance(events)
+        self._publish_changes()
+        return ended
+
+    def query_prefix(self, message: api.QueryPrefix) -> api.PrefixReply:
+        """How much of a prefix each tier holds. Raises: ValueError for broken ids."""
+        token_ids = unpack_ids(message.token_ids).astype(np.int32)
+        hit = self._scheduler.query_prefix(token_ids, message.salt)
+        found = api.CacheHit(
+            l1=hit.l1, l2=hit.l2, l3=hit.l3, to_compute=len(token_ids) - hit.l1 - hit.l2 - hit.l3
+        )
+        return api.PrefixReply(query_id=message.query_id, cache=found)
+
+    def drop_prefix(self, message: api.DropPrefix) -> None:
+        """Let go of a prefix. Raises: ValueError for broken ids."""
+        token_ids = unpack_ids(message.token_ids).astype(np.int32)
+        self._scheduler.drop_prefix(token_ids, message.keep_tokens, message.salt)
+        self._publish_changes()
+
+    def tree(self, message: api.QueryTree) -> api.TreeReply:
+        """A bounded snapshot of the radix tree."""
+        wanted = max(0, min(message.max_nodes, 100_000))
+        nodes = self._scheduler.tree(wanted + 1)
+        return api.TreeReply(
+            query_id=message.query_id,
+            nodes=tuple(
+                api.TreeNode(
+                    node_id=node.node_id,
+                    parent_id=node.parent_id,
+                    num_tokens=node.num_tokens,
+                    num_pages=node.num_pages,
+                    num_children=node.num_children,
+                    num_users=node.num_users,
+                    last_used_ms=node.last_used_ms,
+                    page_hash=node.page_hash,
+                    first_token_ids=pack_ids(node.first_token_ids),
+                )
+                for node in nodes[:wanted]
+            ),
+            truncated=len(nodes) > wanted,
+        )
+
+    def stats(self) -> dict[str, float]:
+        """The scheduler's counters and gauges."""
+        return {name: float(value) for name, value in self._scheduler.stats().items()}
+
+    def _publish_changes(self) -> None:
+        events = self._scheduler.drain_kv_events()
+        if not events or not self._outbox.wants_kv_events:
+            return
+        batch = tuple(
+            api.KvEvent(
+                kind=event.kind,
+                tier=event.tier,
+                page_hash=event.page_hash,
+                parent_hash=event.parent_hash,
+                num_tokens=event.num_tokens,
+            )
+            for event in events
+        )
+        self._outbox.publish_kv(api.KvEventBatch(events=batch))

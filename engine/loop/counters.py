@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loop counts for StatsReply: plain totals since the start, times in milliseconds.
+
+Does not know: who asks, how a metric is exposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.api import CacheHit, FinishReason
+from engine.execution.executor import StepResult
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals. `host_ms` is the loop's own time per step: planning, building, committing."""
+
+    num_requests: int = 0
+    num_refused: int = 0
+    num_malformed: int = 0
+    num_steps: int = 0
+    num_failed_steps: int = 0
+    step_tokens: int = 0
+    output_tokens: int = 0
+    admitted_tokens: int = 0
+    cached_tokens: int = 0
+    host_ms: float = 0.0
+    forward_ms: float = 0.0
+    mask_wait_ms: float = 0.0
+    sample_ms: float = 0.0
+    num_finished: dict[FinishReason, int] = field(
+        default_factory=lambda: dict.fromkeys(FinishReason, 0)
+    )
+
+    def note_plan(self, num_tokens: int, spent_ns: int) -> None:
+        """A step was planned and dispatched."""
+        self.num_steps += 1
+        self.step_tokens += num_tokens
+        self.host_ms += spent_ns / 1e6
+
+    def note_admission(self, hit: CacheHit) -> None:
+        """A request was admitted."""
+        cached = hit.l1 + hit.l2 + hit.l3
+        self.cached_tokens += cached
+        self.admitted_tokens += cached + hit.to_compute
+
+    def note_commit(self, result: StepResult, num_sampled: int, spent_ns: int) -> None:
+        """A step's result was committed."""
+        self.output_tokens += num_sampled
+        self.num_failed_steps += result.error is not None
+        self.forward_ms += result.forward_ms
+        self.mask_wait_ms += result.mask_wait_ms
+        self.sample_ms += result.sample_ms
+        self.host_ms += spent_ns / 1e6
+
+    def as_dict(self) -> dict[str, float]:
+        """By the names StatsReply carries."""
+        totals = {
+            "requests_received": self.num_requests,
+            "requests_refused": self.num_refused,
+            "messages_malformed": self.num_malformed,
+            "steps": self.num_steps,
+            "steps_failed": self.num_failed_steps,
+            "step_tokens": self.step_tokens,
+            "output_tokens": self.output_tokens,
+            "admitted_tokens": self.admitted_tokens,
+            "admitted_cached_tokens": self.cached_tokens,
+            "host_ms_total": self.host_ms,
+            "forward_ms_total": self.forward_ms,
+            "mask_wait_ms_total": self.mask_wait_ms,
+            "sample_ms_total": self.sample_ms,
+        }
+        ended = {f"requests_{reason}": num for reason, num in self.num_finished.items()}
+        return {name: float(value) for name, value in {**totals, **ended}.items()}

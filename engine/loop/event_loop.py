@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's loop: receive -> plan -> forward -> commit, two steps under way at a time.
+
+Step N is dispatched before the result of step N - 1 is in. When that result arrives, grammar
+matchers take their tokens and fill the masks of step N while its forward runs; then everything
+else follows (the scheduler, the readers). The loop's thread never waits for the model: it sleeps
+until a message, a finished step or a compiled grammar wakes it. Does not know: what a session is,
+how tokens are computed or chosen.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from _scheduler import Plan
+from engine.execution.executor import Executor, Step, StepResult
+from engine.loop.batch_builder import BatchBuilder
+from engine.loop.commit import DispatchedStep, commit, remember
+from engine.loop.control_plane import ControlPlane
+from engine.loop.counters import Counters
+from engine.loop.grammar_desk import GrammarDesk
+from engine.loop.outbox import Outbox
+from engine.loop.request_desk import RequestDesk
+from engine.loop.requests import Request
+from engine.sampling.params import RowSampling, SampleBatch
+
+MAX_STEPS_IN_FLIGHT = 2
+MAX_FAILED_STEPS_IN_A_ROW = 3
+HOUSEKEEPING_MS = 1000
+
+
+class StepsKeepFailingError(RuntimeError):
+    """Step after step fails in the executor; only a new process may help."""
+
+
+class EngineLoop:
+    """Steps, from plan to commit. One thread calls all of it."""
+
+    def __init__(
+        self,
+        *,
+        desk: RequestDesk,
+        control: ControlPlane,
+        grammars: GrammarDesk,
+        outbox: Outbox,
+        counters: Counters,
+        executor: Executor,
+        builder: BatchBuilder,
+        max_slots: int,
+        vocab_size: int,
+        now_ms: Callable[[], int],
+    ) -> None:
+        self._desk = desk
+        self._control = control
+        self._grammars = grammars
+        self._outbox = outbox
+        self._counters = counters
+        self._executor = executor
+        self._builder = builder
+        self._now_ms = now_ms
+        self._in_flight: deque[DispatchedStep] = deque()
+        # One is enough: a step's masks are filled after the step before it has sampled.
+        self._bitmask = np.full((max_slots, -(-vocab_size // 32)), -1, dtype=np.int32)
+        self._num_failed_steps = 0
+        self._next_housekeeping_ms = 0
+
+    def turn(self) -> None:
+        """One round: commit what is finished, dispatch what can run. Never blocks.
+
+        Raises: StepsKeepFailingError.
+        """
+        now_ms = self._now_ms()
+        self._grammars.serve(now_ms)
+        while (result := self._executor.take()) is not None:
+            self._commit(result)
+        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT and self._dispatch_next():
+            pass
+        if now_ms >= self._next_housekeeping_ms:
+            self._next_housekeeping_ms = now_ms + HOUSEKEEPING_MS
+            self._desk.forget_old(now_ms)
+            self._outbox.forget_silent(now_ms)
+
+    def wait_ms(self) -> int:
+        """How long nothing needs a turn, if nobody wakes the loop."""
+        deadline_ms = self._grammars.next_deadline_ms
+        until_ms = self._next_housekeeping_ms
+        if deadline_ms is not None:
+            until_ms = min(until_ms, deadline_ms)
+        return max(0, until_ms - self._now_ms())
+
+    def abandon(self) -> None:
+        """Let the steps under way run to their end; their results are not wanted."""
+        for step in self._in_flight:
+            step.sampling.mask_ready.set()
+        self._in_flight.clear()
+
+    def _dispatch_next(self) -> bool:
+        """Plan a step and hand it to the executor; False if there is nothing to run."""
+        start_ns = time.perf_counter_ns()
+        plan = self._control.next_plan(self._now_ms())
+        for admission in plan.admissions:
+            self._desk.admit(admission)
+        if plan.step_id < 0:
+            return False
+        requests = [self._desk.live(index) for index in plan.row_request_ids.tolist()]
+        forward, page_deltas = self._builder.build(plan)
+        sampling, sampled = self._sampling_of(plan, requests)
+        self._executor.dispatch(Step(forward=forward, page_deltas=page_deltas, sampling=sampling))
+        step = remember(plan, requests, sampling, sampled)
+        self._in_flight.append(step)
+        if len(self._in_flight) == 1:
+            self._open_masks(step)
+        self._counters.note_plan(step.num_tokens, time.perf_counter_ns() - start_ns)
+        return True
+
+    def _sampling_of(
+        self, plan: Plan, requests: Sequence[Request]
+    ) -> tuple[SampleBatch, list[Request]]:
+        places = np.flatnonzero(plan.row_samples)
+        sampled = [requests[place] for place in places.tolist()]
+        prompt_lens = np.array([request.prompt_len for request in sampled], dtype=np.int64)
+        has_grammar = any(request.matcher is not None for request in sampled)
+        batch = SampleBatch(
+            rows=[_row_of(request) for request in sampled],
+            slots=plan.row_slots[places].astype(np.int64),
+            positions=(plan.row_starts + plan.row_lens)[places] - prompt_lens,
+            bitmask=self._bitmask[: len(sampled)] if has_grammar else None,
+        )
+        return batch, sampled
+
+    def _open_masks(self, step: DispatchedStep) -> None:
+        """Fill the masks of a step whose predecessors are committed, and let it sample."""
+        bitmask = step.sampling.bitmask
+        if bitmask is not None:
+            bitmask[:] = -1
+            for row, request in enumerate(step.sampled_requests):
+                if request.matcher is not None and request.outcome is None:
+                    is_early = request.num_output < request.params.min_new_tokens
+                    request.matcher.fill(bitmask, row, forbid_stop=is_early)
+        step.sampling.mask_ready.set()
+
+    def _commit(self, result: StepResult) -> None:
+        start_ns = time.perf_counter_ns()
+        step = self._in_flight.popleft()
+        assert step.step_id == result.step_id
+        committed = commit(step, result)
+        if self._in_flight:
+            self._open_masks(self._in_flight[0])
+        for request, message in committed.messages:
+            self._outbox.publish(request, message)
+        for ended in self._control.advance([committed.step_done]):
+            self._desk.end(ended)
+        self._counters.note_commit(result, committed.num_sampled, time.perf_counter_ns() - start_ns)
+        self._num_failed_steps = 0 if result.error is None else self._num_failed_steps + 1
+        if self._num_failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
+            raise StepsKeepFailingError(result.error)
+
+
+def _row_of(request: Request) -> RowSampling:
+    assert request.row is not None, "a row samples only after its request was admitted"
+    return request.row

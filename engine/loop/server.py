@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the parts of an engine together around one model runner, and sleeps between its turns.
+
+Does not know: how the runner was built, signals, exit codes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import uuid
+from dataclasses import dataclass
+
+import zmq
+
+from engine import api
+from engine.config import EngineConfig
+from engine.execution.batch import ModelRunner
+from engine.execution.executor import Executor
+from engine.grammar.compiler import GrammarCompiler
+from engine.loop.batch_builder import BatchBuilder
+from engine.loop.control_plane import ControlPlane, build_scheduler
+from engine.loop.counters import Counters
+from engine.loop.event_loop import EngineLoop
+from engine.loop.grammar_desk import GrammarDesk
+from engine.loop.inbox import Inbox
+from engine.loop.intake import ModelLimits, unspeakable_ids
+from engine.loop.outbox import Outbox
+from engine.loop.request_desk import RequestDesk
+from engine.transport import EngineSocket
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAMES_A_TURN = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The text side of the model, as far as the engine needs it."""
+
+    token_bytes: tuple[bytes, ...]  # per id; b"" for control tokens and holes
+    eos_ids: tuple[int, ...]
+    control_ids: tuple[int, ...]
+
+
+class WakeSignal:
+    """Wakes a poll from any thread or signal handler."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def set(self) -> None:
+        """Wake the poll, now or at its next start."""
+        # Closed: a worker that outlived the engine has nobody to wake.
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Sleep again."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+
+
+class EngineServer:
+    """One engine instance. `run` belongs to one thread; `stop` may be called from any."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        grammar_compiler: GrammarCompiler,
+        vocabulary: Vocabulary,
+        wake: WakeSignal,
+    ) -> None:
+        """`wake` is what `grammar_compiler` was told to set.
+
+        Raises: EngineError if another engine listens on the socket; zmq.ZMQError, OSError.
+        """
+        self._config = config
+        self._wake = wake
+        self._compiler = grammar_compiler
+        self.instance_id = uuid.uuid4().hex
+        self._socket = EngineSocket(config.socket_path)
+        outbox = Outbox(self._socket, self._hello(runner))
+        counters = Counters()
+        control = ControlPlane(build_scheduler(config, runner), outbox)
+        grammars = GrammarDesk(grammar_compiler)
+        limits = ModelLimits(
+            vocab_size=runner.vocab_size,
+            max_context_len=runner.max_context_len,
+            eos_ids=vocabulary.eos_ids,
+            unspeakable_ids=unspeakable_ids(
+                vocabulary.token_bytes, vocabulary.control_ids, runner.vocab_size
+            ),
+        )
+        self._desk = RequestDesk(
+            config=config,
+            limits=limits,
+            control=control,
+            grammars=grammars,
+            outbox=outbox,
+            counters=counters,
+            now_ms=_now_ms,
+        )
+        self._inbox = Inbox(
+            instance_id=self.instance_id,
+            desk=self._desk,
+            control=control,
+            grammars=grammars,
+            outbox=outbox,
+            counters=counters,
+            now_ms=_now_ms,
+        )
+        self._executor = Executor(runner, wake.set)
+        self._loop = EngineLoop(
+            desk=self._desk,
+            control=control,
+            grammars=grammars,
+            outbox=outbox,
+            counters=counters,
+            executor=self._executor,
+            builder=BatchBuilder(
+                max_slots=config.max_slots,
+                max_context_len=runner.max_context_len,
+                page_size=runner.page_size,
+            ),
+            max_slots=config.max_slots,
+            vocab_size=runner.vocab_size,
+            now_ms=_now_ms,
+        )
+        self._stop_at_s: float | None = None
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises: StepsKeepFailingError."""
+        poller = zmq.Poller()
+        poller.register(self._socket.socket, zmq.POLLIN)
+        poller.register(self._wake.fd, zmq.POLLIN)
+        try:
+            while not self._is_over():
+                poller.poll(self._loop.wait_ms())
+                self._wake.clear()
+                for _ in range(MAX_FRAMES_A_TURN):
+                    received = self._socket.receive()
+                    if received is None:
+                        break
+                    self._inbox.take(*received)
+                self._loop.turn()
+        finally:
+            self._close()
+
+    def stop(self, drain_s: float) -> None:
+        """Take no new requests; end when the running ones have, or after `drain_s`.
+
+        Requests that are still running then get no last message: their clients wait for the next
+        engine and go on there.
+        """
+        self._desk.drain()
+        self._stop_at_s = time.monotonic() + drain_s
+        self._wake.set()
+
+    def _is_over(self) -> bool:
+        if self._stop_at_s is None:
+            return False
+        return self._desk.num_live == 0 or time.monotonic() >= self._stop_at_s
+
+    def _close(self) -> None:
+        self._loop.abandon()
+        self._executor.close()
+        self._compiler.close()
+        self._socket.close()
+        self._wake.close()
+
+    def _hello(self, runner: ModelRunner) -> api.EngineHello:
+        return api.EngineHello(
+            instance_id=self.instance_id,
+            model_fingerprint=runner.model_fingerprint,
+            vocab_size=runner.vocab_size,
+            max_context_len=runner.max_context_len,
+            page_size=runner.page_size,
+            num_pages=runner.num_pages,
+        )
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

@@ -1,0 +1,530 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop around a scripted runner: same tokens as a plain loop, and nobody harms anybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from engine import api
+from engine.client import EngineClient
+from engine.transport import decode_output, encode, endpoint, pack_ids, unpack_ids
+from tests.fakes.live_engine import EOS, LiveEngine
+from tests.fakes.scripted_runner import ScriptedRunner, expected_tokens, hashed_script
+
+VOCAB = 64
+CONTROL = (0, 1)  # and EOS, which is a stop id
+
+
+def make_runner(**extra: object) -> ScriptedRunner:
+    return ScriptedRunner(hashed_script(VOCAB), vocab_size=VOCAB, **extra)  # type: ignore[arg-type]
+
+
+def make_request(
+    request_id: str, prompt: list[int], max_new_tokens: int = 12, **extra: object
+) -> api.GenerateRequest:
+    sampling = {"temperature": 0.0, **extra.pop("sampling", {})}  # type: ignore[dict-item]
+    return api.GenerateRequest(
+        request_id=request_id,
+        token_ids=pack_ids(prompt),
+        sampling=api.SamplingParams(max_new_tokens=max_new_tokens, **sampling),  # type: ignore[arg-type]
+        **extra,  # type: ignore[arg-type]
+    )
+
+
+class Collected:
+    """All that one stream said."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[api.TokenLogprobs] = []
+        self.progress: list[int] = []
+        self.started: api.Started | None = None
+        self.finished: api.Finished | None = None
+
+    async def read(self, stream: AsyncIterator[object]) -> Collected:
+        async for item in stream:
+            match item:
+                case api.Started():
+                    self.started = item
+                case api.PrefillProgress():
+                    self.progress.append(item.done)
+                case api.Tokens():
+                    self.ids += unpack_ids(item.token_ids).tolist()
+                    self.logprobs += item.logprobs or ()
+                case api.Finished():
+                    self.finished = item
+        return self
+
+
+async def run(client: EngineClient, request: api.GenerateRequest) -> Collected:
+    return await asyncio.wait_for(Collected().read(client.generate(request)), 30)
+
+
+def serve(engine: LiveEngine, work: Callable[[EngineClient], Awaitable[None]]) -> None:
+    """Run `work` with a client of `engine`, then check that the engine is sound."""
+
+    async def main() -> None:
+        client = EngineClient(engine.socket_path)
+        await client.start()
+        await client.wait_ready(20)
+        try:
+            await work(client)
+        finally:
+            await client.close()
+
+    with engine:
+        asyncio.run(main())
+    assert engine.error is None
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return [3 + (seed * 31 + 7 * i) % (VOCAB - 3) for i in range(length)]
+
+
+def test_overlapped_steps_give_the_tokens_of_a_plain_loop(tmp_path: Path) -> None:
+    runner = make_runner()
+
+    async def work(client: EngineClient) -> None:
+        prompts = [prompt_of(i, 1 + 5 * i) for i in range(12)]
+        results = await asyncio.gather(
+            *(run(client, make_request(f"r{i}", p, 3 + 2 * i)) for i, p in enumerate(prompts))
+        )
+        for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+            want = expected_tokens(
+                hashed_script(VOCAB), prompt, 3 + 2 * i, stop_ids=[EOS], banned_ids=CONTROL
+            )
+            assert result.ids == want
+            assert result.finished is not None
+            assert result.finished.num_output_tokens == len(want)
+            is_stop = want[-1] == EOS
+            assert result.finished.reason == ("stop" if is_stop else "length")
+
+    serve(LiveEngine(str(tmp_path), runner), work)
+    assert max(runner.row_counts) == 4, "requests ran in one batch"
+
+
+def test_a_later_turn_finds_its_whole_history_cached_but_the_last_token(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(3, 21)
+        first = await run(client, make_request("one", prompt, 9))
+        assert first.started is not None and first.started.cache.l1 == 0
+        assert first.finished is not None
+        history = prompt + first.ids
+        assert first.finished.num_cached_tokens == len(history) - 1
+        assert len(first.finished.page_hashes) == 16 * ((len(history) - 1) // 4)
+        later = [*history, 5, 6, 7]
+        second = await run(client, make_request("two", later, 9))
+        assert second.started is not None
+        assert second.started.cache == api.CacheHit(l1=len(history) - 1, to_compute=4)
+        want = expected_tokens(hashed_script(VOCAB), later, 9, stop_ids=[EOS], banned_ids=CONTROL)
+        assert second.ids == want
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def test_a_stop_id_ends_the_request_and_is_part_of_its_output(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(5, 6)
+        free = expected_tokens(hashed_script(VOCAB), prompt, 12, banned_ids=(*CONTROL, EOS))
+        stop_id = free[5]
+        place = free.index(stop_id)
+        sampling = {"stop_token_ids": (stop_id,), "ignore_eos": True}
+        result = await run(client, make_request("stop", prompt, 12, sampling=sampling))
+        assert result.ids == free[: place + 1]
+        assert result.finished is not None
+        assert result.finished.reason is api.FinishReason.STOP
+        assert result.finished.stop_token_id == stop_id
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def test_min_new_tokens_keeps_stop_ids_away_for_so_long(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(5, 6)
+        everything = tuple(range(3, 40))
+        short = await run(
+            client, make_request("a", prompt, 12, sampling={"stop_token_ids": everything})
+        )
+        longer = await run(
+            client,
+            make_request(
+                "b", prompt, 12, sampling={"stop_token_ids": everything, "min_new_tokens": 7}
+            ),
+        )
+        assert len(short.ids) < 7 < len(longer.ids) <= 12
+        assert not set(longer.ids[:7]) & {*everything, EOS}
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def test_a_long_prefill_reports_progress_and_lets_others_decode(tmp_path: Path) -> None:
+    runner = make_runner(step_s=0.002)
+
+    async def work(client: EngineClient) -> None:
+        short = asyncio.create_task(run(client, make_request("short", prompt_of(1, 3), 40)))
+        await asyncio.sleep(0.02)
+        result = await run(client, make_request("long", prompt_of(2, 80), 3))
+        await short
+        assert result.progress, "a prompt of several chunks says how far it is"
+        assert result.progress == sorted(result.progress)
+        want = expected_tokens(hashed_script(VOCAB), prompt_of(2, 80), 3, banned_ids=CONTROL)
+        assert result.ids == want
+
+    serve(LiveEngine(str(tmp_path), runner), work)
+    assert 2 in runner.row_counts, "prefill chunks and decode rows shared steps"
+
+
+@pytest.mark.parametrize(
+    ("when", "num_steps", "num_tokens"), [("queued", 0, 0), ("prefill", 2, 0), ("decode", 5, 4)]
+)
+def test_an_abort_gives_all_pages_back_within_the_steps_under_way(
+    tmp_path: Path, when: str, num_steps: int, num_tokens: int
+) -> None:
+    runner = make_runner(max_slots=1)
+    runner.hold_at = num_steps
+
+    async def work(client: EngineClient) -> None:
+        sampling = {"ignore_eos": True}
+        if when == "queued":
+            first = make_request("first", prompt_of(9, 4), 3, sampling=sampling)
+            blocker = asyncio.create_task(run(client, first))
+        prompt_len = 100 if when == "prefill" else 10
+        request = make_request("gone", prompt_of(4, prompt_len), 28, sampling=sampling)
+        task = asyncio.create_task(run(client, request))
+        while not runner.is_held:
+            await asyncio.sleep(0.001)
+        await client.abort("gone")
+        await client.stats()  # the engine has read the abort
+        runner.gate.set()
+        result = await task
+        assert result.finished is not None
+        assert result.finished.reason is api.FinishReason.ABORTED
+        assert result.finished.num_output_tokens == len(result.ids)
+        assert num_tokens - 2 <= len(result.ids) <= num_tokens
+        assert runner.num_steps <= num_steps + 2, "only the steps under way ran on"
+        if when == "queued":
+            await blocker
+        stats = await client.stats()
+        assert stats["owned_pages"] == 0, "no page is held by a request"
+        assert stats["free_pages"] + stats["cached_pages"] == stats["num_pages"]
+        assert stats["running"] == stats["waiting"] == stats["requests_live"] == 0
+
+    serve(LiveEngine(str(tmp_path), runner, max_slots=1), work)
+
+
+def test_requests_beyond_the_memory_wait_and_still_get_their_own_tokens(tmp_path: Path) -> None:
+    runner = make_runner(num_pages=24)  # 96 tokens; each request below needs up to 45
+
+    async def work(client: EngineClient) -> None:
+        prompts = [prompt_of(i, 20) for i in range(6)]
+        sampling = {"ignore_eos": True}
+        results = await asyncio.gather(
+            *(
+                run(client, make_request(f"r{i}", p, 25, sampling=sampling))
+                for i, p in enumerate(prompts)
+            )
+        )
+        for prompt, result in zip(prompts, results, strict=True):
+            banned = (*CONTROL, EOS)
+            assert result.ids == expected_tokens(
+                hashed_script(VOCAB), prompt, 25, banned_ids=banned
+            )
+
+    serve(LiveEngine(str(tmp_path), runner), work)
+
+
+def test_seeds_give_the_same_tokens_alone_and_in_company(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        def request(name: str, seed: int) -> api.GenerateRequest:
+            sampling = {"temperature": 1.3, "seed": seed, "top_p": 0.95, "ignore_eos": True}
+            return make_request(name, prompt_of(seed, 9), 15, sampling=sampling)
+
+        alone = [(await run(client, request(f"alone{i}", i))).ids for i in range(4)]
+        together = await asyncio.gather(*(run(client, request(f"both{i}", i)) for i in range(4)))
+        assert [result.ids for result in together] == alone
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_resumed_output_is_continued_as_if_nothing_had_happened(
+    tmp_path: Path, temperature: float
+) -> None:
+    async def work(client: EngineClient) -> None:
+        sampling = {
+            "temperature": temperature,
+            "seed": 77,
+            "ignore_eos": True,
+            "frequency_penalty": 0.5,
+            "presence_penalty": 0.3,
+            "repetition_penalty": 1.2,
+        }
+        prompt = prompt_of(8, 10)
+        whole = await run(client, make_request("whole", prompt, 20, sampling=sampling))
+        assert len(whole.ids) == 20
+        for cut in (1, 7, 19):
+            request = make_request(
+                f"cut{cut}",
+                prompt,
+                20,
+                sampling=sampling,
+                resume_token_ids=pack_ids(whole.ids[:cut]),
+            )
+            rest = await run(client, request)
+            assert rest.ids == whole.ids[cut:]
+            assert rest.finished is not None
+            assert rest.finished.num_output_tokens == 20
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def test_output_that_was_complete_before_the_restart_just_finishes(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(8, 10)
+        full = make_request("full", prompt, 3, resume_token_ids=pack_ids([5, 6, 7]))
+        result = await run(client, full)
+        assert (result.ids, result.finished and result.finished.reason) == ([], "length")
+        stopped = make_request("stopped", prompt, 9, resume_token_ids=pack_ids([5, EOS]))
+        result = await run(client, stopped)
+        assert result.finished is not None
+        assert (result.finished.reason, result.finished.stop_token_id) == ("stop", EOS)
+        assert result.finished.num_output_tokens == 2
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def test_logprobs_come_with_their_tokens_and_survive_an_attach(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(6, 5)
+        sampling = {"num_logprobs": 3, "ignore_eos": True}
+        result = await run(client, make_request("lp", prompt, 6, sampling=sampling))
+        assert len(result.logprobs) == 6
+        history = list(prompt)
+        for token_id, logprob in zip(result.ids, result.logprobs, strict=True):
+            model = hashed_script(VOCAB)(history).log_softmax(-1)
+            assert logprob.logprob == pytest.approx(float(model[token_id]), abs=1e-5)
+            assert list(logprob.top_ids) == model.topk(3).indices.tolist()
+            history.append(token_id)
+        again = await asyncio.wait_for(Collected().read(client.attach("lp", 2)), 10)
+        assert (again.ids, again.logprobs) == (result.ids[2:], result.logprobs[2:])
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def test_nan_logits_fail_their_request_alone_and_their_step_enters_no_cache(tmp_path: Path) -> None:
+    script = hashed_script(VOCAB)
+    poison = prompt_of(50, 9)
+
+    def poisoned(history: list[int]) -> object:
+        logits = script(history)
+        if list(history[:9]) == poison and len(history) >= 11:
+            logits[30] = float("nan")
+        return logits
+
+    runner = ScriptedRunner(poisoned, vocab_size=VOCAB)  # type: ignore[arg-type]
+
+    async def work(client: EngineClient) -> None:
+        healthy = prompt_of(1, 9)
+        sampling = {"ignore_eos": True}
+        bad, good = await asyncio.gather(
+            run(client, make_request("bad", poison, 12, sampling=sampling)),
+            run(client, make_request("good", healthy, 12, sampling=sampling)),
+        )
+        assert bad.finished is not None
+        assert (bad.finished.reason, bad.finished.error_code) == ("error", "invalid_logits")
+        assert len(bad.ids) == 2
+        assert good.ids == expected_tokens(script, healthy, 12, banned_ids=(*CONTROL, EOS))
+        # Two pages were full before the bad step; what followed them is nowhere.
+        assert (await client.query_prefix(poison + bad.ids)).l1 == 8
+        assert (await client.query_prefix(healthy)).l1 == len(healthy)
+
+    serve(LiveEngine(str(tmp_path), runner), work)
+
+
+def test_a_step_that_raises_fails_its_rows_and_the_next_ones_run(tmp_path: Path) -> None:
+    runner = make_runner()
+    runner.failing_steps = {3}
+
+    async def work(client: EngineClient) -> None:
+        result = await run(client, make_request("hit", prompt_of(1, 4), 10))
+        assert result.finished is not None
+        assert result.finished.error_code == "step_failed"
+        assert "told to fail" in str(result.finished.error_message)
+        again = await run(client, make_request("again", prompt_of(1, 4), 10))
+        want = expected_tokens(
+            hashed_script(VOCAB), prompt_of(1, 4), 10, stop_ids=[EOS], banned_ids=CONTROL
+        )
+        assert again.ids == want
+
+    serve(LiveEngine(str(tmp_path), runner), work)
+
+
+def test_two_requests_with_one_id_are_one_request(tmp_path: Path) -> None:
+    runner = make_runner(step_s=0.002)
+
+    async def work(client: EngineClient) -> None:
+        other = EngineClient(client._socket_path)
+        await other.start()
+        request = make_request("same", prompt_of(1, 4), 30, sampling={"ignore_eos": True})
+        first, second = await asyncio.gather(run(client, request), run(other, request))
+        assert first.ids == second.ids and len(first.ids) == 30
+        assert (await client.stats())["requests_received"] == 1
+        await other.close()
+
+    serve(LiveEngine(str(tmp_path), runner), work)
+
+
+def test_ended_output_is_kept_within_its_bytes_oldest_first(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        for name in ("old", "new"):
+            await run(client, make_request(name, prompt_of(1, 30), 8))
+        gone = await asyncio.wait_for(Collected().read(client.attach("old")), 10)
+        assert gone.finished is not None and gone.finished.error_code == "unknown_request"
+        kept = await asyncio.wait_for(Collected().read(client.attach("new")), 10)
+        assert len(kept.ids) > 0
+
+    serve(LiveEngine(str(tmp_path), make_runner(), keep_outputs_bytes=200), work)
+
+
+def test_a_full_queue_refuses_the_next_request_only(tmp_path: Path) -> None:
+    runner = make_runner()
+    runner.gate.clear()
+
+    async def work(client: EngineClient) -> None:
+        tasks = [
+            asyncio.create_task(run(client, make_request(f"r{i}", prompt_of(i, 4), 4)))
+            for i in range(3)
+        ]
+        await client.stats()
+        refused = await run(client, make_request("one too many", prompt_of(9, 4), 4))
+        assert refused.finished is not None and refused.finished.error_code == "queue_full"
+        runner.gate.set()
+        for task in tasks:
+            result = await task
+            assert result.finished is not None and result.finished.error_code is None
+
+    serve(LiveEngine(str(tmp_path), runner, max_waiting=3), work)
+
+
+def test_the_loop_answers_while_a_step_takes_long(tmp_path: Path) -> None:
+    runner = make_runner()
+    runner.gate.clear()
+
+    async def work(client: EngineClient) -> None:
+        task = asyncio.create_task(run(client, make_request("held", prompt_of(1, 4), 4)))
+        await asyncio.sleep(0.05)
+        stats = await asyncio.wait_for(client.stats(), 5)
+        assert stats["steps"] >= 1 and stats["output_tokens"] == 0
+        runner.gate.set()
+        await task
+
+    serve(LiveEngine(str(tmp_path), runner), work)
+
+
+def test_malformed_messages_cost_their_sender_an_answer_and_nobody_anything(
+    tmp_path: Path,
+) -> None:
+    async def work(client: EngineClient) -> None:
+        context = zmq.Context()
+        rogue = context.socket(zmq.DEALER)
+        rogue.setsockopt(zmq.LINGER, 0)
+        rogue.connect(endpoint(client._socket_path))
+        for parts in (
+            [b""],
+            [b"\xc1garbage"],
+            [b"\x81" * 100_000],
+            [b"\x91" * 100_000 + b"\xc0"],
+            [b"two", b"parts"],
+            [b"", b"", b""],
+            [msgspec.msgpack.encode({"type": "no such thing"})],
+            [msgspec.msgpack.encode({"type": "ping", "sent_ms": "soon"})],
+            [msgspec.msgpack.encode(["generate"])],
+            [msgspec.msgpack.encode({"type": "query_prefix", "query_id": "q", "token_ids": b"1"})],
+            [
+                msgspec.msgpack.encode(
+                    {"type": "query_tree", "query_id": "q", "max_nodes": -(2**62)}
+                )
+            ],
+            [msgspec.msgpack.encode({"type": "drop_prefix", "token_ids": b"12345"})],
+            [
+                msgspec.msgpack.encode(
+                    {"type": "drop_prefix", "token_ids": pack_ids([-1, 2**31 - 1])}
+                )
+            ],
+            [msgspec.msgpack.encode({"type": "attach", "request_id": "x" * 100_000})],
+        ):
+            rogue.send_multipart(parts)
+        wrong = msgspec.to_builtins(make_request("typed", [5, 6, 7]), builtin_types=(bytes,))
+        wrong["sampling"]["max_new_tokens"] = "many"
+        rogue.send(msgspec.msgpack.encode(wrong))
+        rogue.send(encode(api.Ping(sent_ms=1)))
+        answers = []
+        while not answers or not isinstance(answers[-1], api.Pong):
+            assert rogue.poll(5000), "the engine answers"
+            answers.append(decode_output(rogue.recv()))
+        refusals = [a for a in answers if isinstance(a, api.Finished)]
+        typed = next(a for a in refusals if a.request_id == "typed")
+        assert typed.error_code == "invalid_request"
+        assert "$.sampling.max_new_tokens" in str(typed.error_message)
+        context.destroy(linger=0)
+        result = await run(client, make_request("fine", prompt_of(1, 4), 4))
+        assert result.finished is not None and result.finished.error_code is None
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
+    runner = make_runner(step_s=0.002)
+    engine = LiveEngine(str(tmp_path), runner)
+
+    async def work(client: EngineClient) -> None:
+        stream = client.generate(
+            make_request("running", prompt_of(1, 4), 50, sampling={"ignore_eos": True})
+        )
+        started = await anext(stream)
+        assert isinstance(started, api.Started)
+        engine.server.stop(20.0)
+        late = await run(client, make_request("late", prompt_of(2, 4), 4))
+        assert late.finished is not None and late.finished.error_code == "engine_draining"
+        result = await asyncio.wait_for(Collected().read(stream), 20)
+        assert len(result.ids) == 50
+
+    serve(engine, work)
+
+
+def test_cache_questions_and_kv_events_tell_what_the_tree_holds(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        events: list[api.KvEvent] = []
+
+        async def watch() -> None:
+            async for batch in client.kv_events():
+                events.extend(batch.events)
+
+        watcher = asyncio.create_task(watch())
+        await asyncio.sleep(0)
+        prompt = prompt_of(1, 16)
+        result = await run(client, make_request("a", prompt, 5, sampling={"ignore_eos": True}))
+        held = prompt + result.ids[:-1]
+        hit = await client.query_prefix(held)
+        assert (hit.l1, hit.to_compute) == (20, 0)
+        assert (await client.query_prefix(held, salt="other")).l1 == 0
+        tree = await client.tree()
+        assert sum(node.num_tokens for node in tree.nodes) == 20
+        assert not tree.truncated
+        assert result.finished is not None
+        hashes = result.finished.page_hashes
+        stored = [event.page_hash for event in events if event.kind == "stored"]
+        assert stored == [hashes[i : i + 16] for i in range(0, len(hashes), 16)]
+        await client.drop_prefix(held, 8)
+        assert (await client.query_prefix(held)).l1 == 8
+        assert [e.kind for e in events[len(stored) :]] == ["removed"] * 3
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)

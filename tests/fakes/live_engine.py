@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LiveEngine: the real loop, scheduler, sampler and sockets in a thread, around a fake runner."""
+
+from __future__ import annotations
+
+import threading
+
+from engine.config import EngineConfig, GrammarConfig, SchedulerLimits
+from engine.execution.batch import ModelRunner
+from engine.grammar.compiler import GrammarCompiler
+from engine.loop.server import EngineServer, Vocabulary, WakeSignal
+
+EOS = 2
+NUM_CONTROL = 3
+
+
+def byte_vocabulary(vocab_size: int) -> Vocabulary:
+    """Ids 0-2 are control tokens (2 ends a turn); id i from 3 on spells the byte i + 29."""
+    spelled = [bytes([i + 29]) if i + 29 < 256 else f"<{i}>".encode() for i in range(vocab_size)]
+    spelled[:NUM_CONTROL] = [b""] * NUM_CONTROL
+    return Vocabulary(
+        token_bytes=tuple(spelled), eos_ids=(EOS,), control_ids=tuple(range(NUM_CONTROL))
+    )
+
+
+def spell(text: str) -> list[int]:
+    """The ids of `text` in `byte_vocabulary`."""
+    return [byte - 29 for byte in text.encode()]
+
+
+class LiveEngine:
+    """A context manager; `stop` drains for `drain_s`."""
+
+    def __init__(
+        self,
+        run_dir: str,
+        runner: ModelRunner,
+        *,
+        max_slots: int = 4,
+        token_budget: int = 16,
+        max_waiting: int = 1024,
+        keep_outputs_s: float = 600.0,
+        keep_outputs_bytes: int = 1 << 20,
+        grammar: GrammarConfig | None = None,
+        wait_grammar: bool = False,
+    ) -> None:
+        self.config = EngineConfig(
+            run_dir=run_dir,
+            max_slots=max_slots,
+            token_budget=token_budget,
+            page_size=runner.page_size,
+            grammar=grammar if grammar is not None else GrammarConfig(),
+            scheduler=SchedulerLimits(
+                max_waiting=max_waiting,
+                keep_outputs_s=keep_outputs_s,
+                keep_outputs_bytes=keep_outputs_bytes,
+            ),
+        )
+        self.runner = runner
+        self._wait_grammar = wait_grammar
+        self.error: BaseException | None = None
+
+    @property
+    def socket_path(self) -> str:
+        return self.config.socket_path
+
+    def __enter__(self) -> LiveEngine:
+        vocabulary = byte_vocabulary(self.runner.vocab_size)
+        wake = WakeSignal()
+        compiler = GrammarCompiler(
+            vocabulary.token_bytes,
+            vocabulary.eos_ids,
+            self.runner.vocab_size,
+            self.config.grammar,
+            wake.set,
+        )
+        if self._wait_grammar:
+            compiler.wait_warm()
+        self.server = EngineServer(self.config, self.runner, compiler, vocabulary, wake)
+        self._thread = threading.Thread(target=self._run, name="live-engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except BaseException as error:
+            self.error = error
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        self.server.stop(drain_s)
+        self._thread.join()
+
+    def __exit__(self, *exc: object) -> None:
+        if self._thread.is_alive():
+            self.stop()

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ScriptedRunner: a ModelRunner whose KV is the token ids themselves.
+
+`forward` writes each token where the step says, then reads every row's whole history back through
+its page table, checks it, and asks the script for the logits that follow it. A token in the wrong
+page, a stale page table, a copy that was not made: each changes a history, so it changes tokens
+or fails the step. `expected_tokens` runs the same script without pages, slots or steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from engine.execution.batch import ForwardBatch
+
+Script = Callable[[Sequence[int]], torch.Tensor]
+
+UNWRITTEN = -7
+
+
+def hashed_script(vocab_size: int, *, first_id: int = 3) -> Script:
+    """Logits that depend on every token of the history; ids below `first_id` are unlikely."""
+
+    def logits(history: Sequence[int]) -> torch.Tensor:
+        seed = zlib.crc32(np.asarray(history, dtype=np.int32).tobytes())
+        values = np.random.default_rng(seed).normal(0, 2, vocab_size).astype(np.float32)
+        values[:first_id] -= 50
+        return torch.from_numpy(values)
+
+    return logits
+
+
+def planned_script(plans: dict[int, Sequence[int]], vocab_size: int, *, eos_id: int = 2) -> Script:
+    """By a prompt's first token: the ids that follow the prompt, then `eos_id`.
+
+    The prompt is told from the output by its last token, which must be `vocab_size - 1`.
+    """
+
+    def logits(history: Sequence[int]) -> torch.Tensor:
+        values = torch.zeros(vocab_size)
+        place = len(history) - 1 - list(history).index(vocab_size - 1)
+        plan = plans[history[0]]
+        values[plan[place] if place < len(plan) else eos_id] = 10.0
+        return values
+
+    return logits
+
+
+class ScriptedRunner:
+    """See the module. `step_s` is how long a step takes; `gate` holds steps while it is clear.
+
+    `hold_at` n: the step after the n-th clears the gate itself, and `is_held` says it waits.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        vocab_size: int,
+        page_size: int = 4,
+        num_pages: int = 64,
+        max_slots: int = 4,
+        max_context_len: int = 128,
+        step_s: float = 0.0,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_context_len = max_context_len
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.model_fingerprint = "scripted"
+        self.next_input_ids = torch.full((max_slots,), UNWRITTEN, dtype=torch.int32)
+        self.step_s = step_s
+        self.gate = threading.Event()
+        self.gate.set()
+        self.hold_at: int | None = None
+        self.is_held = False
+        self.num_steps = 0
+        self.row_counts: list[int] = []
+        self.failing_steps: set[int] = set()
+        self._script = script
+        self._kv = torch.full((num_pages * page_size,), UNWRITTEN, dtype=torch.int32)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [S, vocab] that the script gives for each sampling row's history."""
+        if self.num_steps == self.hold_at:
+            self.gate.clear()
+        self.is_held = not self.gate.is_set()
+        self.gate.wait()
+        self.is_held = False
+        time.sleep(self.step_s)
+        self.num_steps += 1
+        self.row_counts.append(len(batch.row_slots))
+        if self.num_steps in self.failing_steps:
+            raise RuntimeError("this step was told to fail")
+        for source, target, num_tokens in batch.page_copies.tolist():
+            size = self.page_size
+            copied = self._kv[source * size : source * size + num_tokens].clone()
+            self._kv[target * size : target * size + num_tokens] = copied
+        histories = self._write(batch)
+        rows = [self._script(histories[row]) for row in batch.sample_rows.tolist()]
+        return torch.stack(rows) if rows else torch.empty((0, self.vocab_size))
+
+    def _write(self, batch: ForwardBatch) -> list[list[int]]:
+        indptr = batch.row_indptr.tolist()
+        histories = []
+        for row, slot in enumerate(batch.row_slots.tolist()):
+            first, last = indptr[row], indptr[row + 1]
+            ids = batch.input_ids[first:last].clone()
+            ids[ids < 0] = self.next_input_ids[slot]
+            seq_len = int(batch.seq_lens[row])
+            positions = batch.positions[first:last].tolist()
+            assert positions == list(range(seq_len - (last - first), seq_len)), positions
+            pages = batch.page_table[slot].tolist()
+            where = [
+                pages[p // self.page_size] * self.page_size + p % self.page_size
+                for p in range(seq_len)
+            ]
+            assert batch.slot_mapping[first:last].tolist() == where[-(last - first) :]
+            self._kv[torch.tensor(where[-(last - first) :])] = ids
+            history = self._kv[torch.tensor(where)].tolist()
+            assert min(history) >= 0, f"row {row} reads KV that nobody wrote: {history}"
+            histories.append(history)
+        return histories
+
+
+def expected_tokens(
+    script: Script,
+    prompt: Sequence[int],
+    num: int,
+    *,
+    stop_ids: Sequence[int] = (),
+    banned_ids: Sequence[int] = (),
+) -> list[int]:
+    """Greedy continuation by a plain loop, ending with a stop id or after `num` tokens."""
+    history = list(prompt)
+    while len(history) < len(prompt) + num:
+        logits = script(history).clone()
+        logits[list(banned_ids)] = -torch.inf
+        history.append(int(logits.argmax()))
+        if history[-1] in stop_ids:
+            break
+    return history[len(prompt) :]
