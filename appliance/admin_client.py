@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the CLI talks to the running appliance: HTTP, with the address and key from its state file.
+
+Does not know: what the commands print.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from appliance.supervisor import read_admin_key, read_state
+
+TIMEOUT_S = 30.0
+
+
+class AdminError(Exception):
+    """The server is not there, or refused; the message is one line for the terminal."""
+
+
+class AdminClient:
+    """One connection to an appliance, found by its run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        state = read_state(run_dir)
+        if state is None:
+            raise AdminError(f"no appliance runs in {run_dir} (start one: moorage serve)")
+        self.url = str(state["url"])
+        headers = {"Authorization": f"Bearer {read_admin_key(run_dir)}"}
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: dict[str, Any] | None = None,
+        body: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the JSON of a request. Raises: AdminError."""
+        given = {key: value for key, value in (params or {}).items() if value is not None}
+        try:
+            reply = self._client.request(method, path, params=given, json=body)
+        except httpx.HTTPError as error:
+            raise AdminError(f"{self.url}: {error}") from error
+        if reply.status_code >= 400:
+            raise AdminError(_error_line(reply))
+        return dict(reply.json())
+
+
+def _error_line(reply: httpx.Response) -> str:
+    try:
+        error = reply.json()["error"]
+        return f"{error['code']}: {error['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {reply.status_code}: {reply.text[:200]}"

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a route works with: the services of its app, and who is calling.
+
+Does not know: any route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+
+from appliance.errors import ApiError
+from appliance.services import DEFAULT_TENANT, Services
+from appliance.session_service import SessionService
+from appliance.turns import TurnService
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """One per app."""
+
+    services: Services
+    turns: TurnService
+    sessions: SessionService
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it was answered."""
+
+
+def context_of(request: Request) -> ApiContext:
+    context: ApiContext = request.app.state.context
+    return context
+
+
+def caller_of(request: Request) -> str | None:
+    """Return the caller's tenant; None is the admin, who may see every tenant.
+
+    Raises: ApiError invalid_api_key.
+    """
+    services = context_of(request).services
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if services.admin_key and hmac.compare_digest(key.encode(), services.admin_key.encode()):
+        return None
+    api_keys = services.config.server.api_keys
+    if not api_keys:
+        return DEFAULT_TENANT
+    for known, tenant in api_keys.items():
+        if hmac.compare_digest(key.encode(), known.encode()):
+            return tenant
+    raise ApiError("invalid_api_key", "no such API key; send Authorization: Bearer <key>")
+
+
+def admin_only(request: Request) -> None:
+    """Raise ApiError unless the caller is the admin, or no keys are configured at all."""
+    if caller_of(request) is not None and context_of(request).services.config.server.api_keys:
+        raise ApiError("invalid_api_key", "this endpoint is for the admin of the appliance")
+
+
+Context = Annotated[ApiContext, Depends(context_of)]
+Caller = Annotated[str | None, Depends(caller_of)]
+
+
+async def or_client_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, cancelling it where the client hangs up first. Raises: ClientGone."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_hang_up(request))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return await task
+        raise ClientGone
+    finally:
+        watch.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of turns: run, watch, replay, cancel.
+
+Does not know: how a turn runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import JSONResponse
+
+from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
+from appliance.api.sse import cursor_of, event_stream
+from appliance.api.wire import TurnCreate
+from appliance.errors import STATUS_BY_CODE, ApiError, known_code
+from appliance.turn_events import TurnEvents, terminal_frame
+from appliance.turn_run import TERMINAL_EVENT
+from appliance.turn_view import terminal_fields
+from appliance.turns import Ask
+
+router = APIRouter(prefix="/v1/sessions/{session_id}/turns", tags=["turns"])
+
+MAX_KEY_LEN = 255
+
+
+@router.post("", response_model=None)
+async def create_turn(
+    session_id: str,
+    body: TurnCreate,
+    request: Request,
+    context: Context,
+    caller: Caller,
+    idempotency_key: Annotated[str | None, Header()] = None,
+) -> Any:
+    """Run a turn: append the input and generate. With `stream`, the events come as SSE."""
+    if idempotency_key is not None and not 1 <= len(idempotency_key) <= MAX_KEY_LEN:
+        raise ApiError(
+            "invalid_value", f"Idempotency-Key: 1 to {MAX_KEY_LEN} characters", "Idempotency-Key"
+        )
+    ask = Ask(
+        tenant=caller,
+        session_id=session_id,
+        body=body,
+        idempotency_key=idempotency_key,
+        body_hash=body_hash(body),
+    )
+    turn_id = await context.turns.start(ask)
+    must_cancel = await _cancels_on_disconnect(context, caller, session_id)
+    if body.stream:
+        if must_cancel:
+            context.turns.cancel_when_unread(turn_id)
+        return await _stream(context, caller, session_id, turn_id, 0)
+    try:
+        turn = await or_client_gone(request, context.turns.wait(caller, session_id, turn_id))
+    except ClientGone:
+        if must_cancel:
+            await context.turns.cancel(caller, session_id, turn_id)
+        return JSONResponse({}, status_code=499)
+    return _final_answer(turn)
+
+
+@router.get("")
+async def list_turns(session_id: str, context: Context, caller: Caller) -> Any:
+    """Return the turns of the history, and the one that runs now."""
+    return await context.sessions.turns(caller, session_id)
+
+
+@router.get("/{turn_id}")
+async def get_turn(session_id: str, turn_id: str, context: Context, caller: Caller) -> Any:
+    """Return a turn: its status, or its items and usage once it has ended."""
+    return await context.turns.get(caller, session_id, turn_id)
+
+
+@router.get("/{turn_id}/events", response_model=None)
+async def turn_events(
+    session_id: str,
+    turn_id: str,
+    request: Request,
+    context: Context,
+    caller: Caller,
+    starting_after: int | None = None,
+) -> Any:
+    """Replay a turn's events above a sequence number, then follow it live."""
+    events = await context.turns.events(caller, session_id, turn_id)
+    return _event_stream(context, events, cursor_of(request, starting_after))
+
+
+@router.post("/{turn_id}/cancel")
+async def cancel_turn(session_id: str, turn_id: str, context: Context, caller: Caller) -> Any:
+    """Stop a turn and return it as it ended; on an ended turn nothing happens."""
+    return await context.turns.cancel(caller, session_id, turn_id)
+
+
+def body_hash(body: TurnCreate) -> str:
+    """Return what two bodies share if they ask for the same turn (streamed or not)."""
+    values = body.model_dump(exclude={"stream"}, exclude_unset=True)
+    return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()
+
+
+async def _cancels_on_disconnect(
+    context: ApiContext, caller: str | None, session_id: str
+) -> bool:
+    session = await context.services.store.get(session_id, tenant=caller)
+    return session.settings.on_disconnect == "cancel"
+
+
+async def _stream(
+    context: ApiContext, caller: str | None, session_id: str, turn_id: str, after: int
+) -> Any:
+    try:
+        events = await context.turns.events(caller, session_id, turn_id)
+    except ApiError as error:
+        if error.code != "events_expired":
+            raise
+        # An old Idempotency-Key: its turn is told by the one event that says it all.
+        turn = await context.turns.get(caller, session_id, turn_id)
+        frame = terminal_frame(TERMINAL_EVENT[turn["status"]], turn, terminal_fields(turn))
+        return event_stream(_once(frame), context.services.config.server.heartbeat_s)
+    return _event_stream(context, events, after)
+
+
+def _event_stream(context: ApiContext, events: TurnEvents, after: int) -> Any:
+    return event_stream(
+        _counted(context, events.read(after)),
+        context.services.config.server.heartbeat_s,
+        {"X-Turn-Id": events.turn_id},
+    )
+
+
+async def _counted(context: ApiContext, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    readers = context.services.metrics.stream_readers
+    readers.inc()
+    try:
+        async for frame in frames:
+            yield frame
+    finally:
+        readers.dec()
+        await frames.aclose()  # type: ignore[attr-defined]
+
+
+async def _once(frame: bytes) -> AsyncIterator[bytes]:
+    yield frame
+
+
+def _final_answer(turn: dict[str, Any]) -> Any:
+    """The turn; one that failed answers with its error's status and says which turn it was."""
+    error = turn.get("error")
+    if turn["status"] != "failed" or error is None:
+        return turn
+    status = STATUS_BY_CODE[known_code(error.get("code"))]
+    return JSONResponse({"error": {**error, "turn_id": turn["id"]}}, status_code=status)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m appliance.api_main`: the API process, on the listening socket its parent holds.
+
+Does not know: who restarts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from appliance import logs
+from appliance.app import create_app
+from appliance.config import read_resolved
+from appliance.services import build_services
+from engine.errors import EngineError
+from sessions.errors import SessionError
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Serve until SIGTERM. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="The API process of Moorage.")
+    parser.add_argument("--config", type=Path, required=True, help="what the supervisor wrote")
+    parser.add_argument("--fd", type=int, required=True, help="the listening socket")
+    arguments = parser.parse_args()
+    config = read_resolved(arguments.config)
+    logs.configure("api", config.server.log_level)
+    try:
+        services = build_services(config)
+    except (EngineError, SessionError, OSError) as error:
+        logger.error("%s", error)
+        return 1
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(services),
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, int(config.server.drain_s)),
+        )
+    )
+    listener = socket.socket(fileno=arguments.fd)
+    listener.setblocking(False)
+    server.run(sockets=[listener])
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

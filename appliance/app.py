@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""create_app: the ASGI application with its routers, its error answers and its life.
+
+Does not know: processes, sockets, how any route does its work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from appliance.api import admin, chat, completions, health, models, sessions, turns
+from appliance.api.context import ApiContext
+from appliance.api.wire import as_body_error
+from appliance.cli_options import VERSION
+from appliance.errors import ApiError, as_api_error, error_body, error_headers
+from appliance.middleware import RequestFrame
+from appliance.services import Services
+from appliance.session_service import SessionService
+from appliance.turns import TurnService
+from engine.errors import EngineError
+from sessions.errors import SessionError
+from sessions.ttl import Sweeper
+from tools_schema.errors import ToolSchemaError
+
+logger = logging.getLogger(__name__)
+
+SWEEP_EVERY_S = 30.0
+
+
+def create_app(services: Services) -> FastAPI:
+    """Return the application; it connects when it starts and lets go when it ends."""
+    turn_service = TurnService(services)
+    context = ApiContext(services, turn_service, SessionService(services, turn_service))
+    app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
+    app.state.context = context
+    for module in (sessions, turns, chat, completions, models, health, admin):
+        app.include_router(module.router)
+    _add_error_answers(app)
+    server = services.config.server
+    if server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "X-Turn-Id"],
+        )
+    app.add_middleware(
+        RequestFrame, metrics=services.metrics, max_body_bytes=server.max_body_mb << 20
+    )
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _life(context: ApiContext) -> AsyncIterator[None]:
+    services = context.services
+    await services.store.open()
+    services.journals.sweep_files()
+    await services.client.start()
+    await context.turns.recover()
+    sweeping = asyncio.create_task(_sweep_forever(services))
+    try:
+        yield
+    finally:
+        sweeping.cancel()
+        await context.turns.drain(services.config.server.drain_s)
+        await services.client.close()
+        await services.store.close()
+
+
+async def _sweep_forever(services: Services) -> None:
+    """Expire idle sessions, forget old keys and journals."""
+    retention_ms = services.config.sessions.expired_retention_ms
+    sweeper = Sweeper(services.store, services.clock_ms, retention_ms=retention_ms)
+    while True:
+        try:
+            await sweeper.sweep()
+            services.journals.sweep()
+            services.journals.sweep_files()
+        except SessionError as error:
+            logger.warning("sweep: %s", error)
+        await asyncio.sleep(SWEEP_EVERY_S)
+
+
+def _add_error_answers(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def on_body_error(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _answer(as_body_error(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        known = {404: "not_found", 405: "method_not_allowed"}
+        code = known.get(error.status_code, "invalid_request")
+        return _answer(ApiError(code, f"{request.method} {request.url.path}: {error.detail}"))
+
+    for kind in (ApiError, SessionError, EngineError, ToolSchemaError):
+        app.add_exception_handler(kind, _on_room_error)
+
+    @app.exception_handler(Exception)
+    async def on_bug(request: Request, error: Exception) -> JSONResponse:
+        logger.error("internal error in %s %s", request.method, request.url.path, exc_info=error)
+        return _answer(as_api_error(error))
+
+
+async def _on_room_error(request: Request, error: Exception) -> JSONResponse:
+    api_error = as_api_error(error)
+    if api_error.code == "internal_error":
+        logger.error("internal error in %s", request.url.path, exc_info=error)
+    return _answer(api_error)
+
+
+def _answer(error: ApiError) -> JSONResponse:
+    return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a session's history a turn reused, and why not all of it.
+
+The promise: a turn finds every token that an earlier turn computed, which is all of the history
+but the last token sampled (its KV is never needed by the turn that sampled it). Does not know:
+the engine's protocol, stores, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.api import CacheHit
+from sessions.turn_log import Record, TurnLog
+
+REPORT = "report"  # key in Record.params under which a turn keeps what this module reads
+EVICTED = "evicted"
+ENGINE_RESTARTED = "engine_restarted"
+MODEL_CHANGED = "model_changed"
+HEAD_CHANGED = "settings_changed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What the history says a turn should find, before it is submitted."""
+
+    tokens: int = 0
+    engine_instance: str = ""
+    known_reason: str = ""  # set where the history was rewritten on purpose
+
+
+def expected_reuse(log: TurnLog) -> Expectation:
+    """Return how many tokens of this history some turn has computed, and in which engine."""
+    tokens, instance, reason = 0, "", ""
+    total = 0
+    for record in log.records:
+        total += record.num_tokens
+        report = record.params.get(REPORT) or {}
+        reason = str(report.get("rewritten", reason))
+        reusable = min(int(report.get("reusable", 0)), total)
+        if reusable > tokens:
+            tokens, instance, reason = reusable, str(report.get("engine_instance", "")), ""
+    return Expectation(tokens=tokens, engine_instance=instance, known_reason=reason)
+
+
+def explain_miss(
+    expected: Expectation,
+    hit: CacheHit,
+    engine_instance: str,
+    records: Sequence[Record],
+) -> dict[str, Any] | None:
+    """Return the miss as the API shows it, or None where everything expected was found."""
+    found = hit.l1 + hit.l2 + hit.l3
+    if expected.known_reason:
+        return {
+            "reason": expected.known_reason,
+            "first_diverging_item": first_item_after(records, found),
+            "missed_tokens": hit.to_compute,
+        }
+    missed = expected.tokens - found
+    if missed <= 0:
+        return None
+    is_restarted = bool(expected.engine_instance) and expected.engine_instance != engine_instance
+    return {
+        "reason": ENGINE_RESTARTED if is_restarted else EVICTED,
+        "first_diverging_item": first_item_after(records, found),
+        "missed_tokens": missed,
+    }
+
+
+def first_item_after(records: Sequence[Record], num_tokens: int) -> str | None:
+    """Return the id of the first item that does not lie wholly in the first `num_tokens`."""
+    start = 0
+    for record in records:
+        end = start + record.num_tokens
+        if end > num_tokens and record.items:
+            for item, item_end in zip(record.items, record.item_token_ends, strict=False):
+                if start + item_end > num_tokens:
+                    return item.id
+            return record.items[-1].id if record.item_token_ends else record.items[0].id
+        start = end
+    return None

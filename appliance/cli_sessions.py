@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `moorage sessions` and `moorage cache` commands: ask the running appliance, print.
+
+Does not know: how the answers come about.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from appliance.admin_client import AdminClient, AdminError
+from appliance.cli_options import Settings, fail, with_settings
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def ask(settings: Settings, method: str, path: str, **options: Any) -> dict[str, Any]:
+    """Return the appliance's answer; exits with one line where there is none."""
+    try:
+        return AdminClient(settings.load().server.run_dir).call(method, path, **options)
+    except AdminError as error:
+        fail(str(error))
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1))
+
+
+def print_table(head: list[str], rows: list[list[Any]]) -> None:
+    """Print columns, as wide as their widest cell."""
+    cells = [head, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    for row in cells:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo(line.rstrip())
+
+
+@click.group()
+def sessions() -> None:
+    """Look at sessions of the running appliance, and act on them."""
+
+
+@sessions.command("ls")
+@click.option("--status", help="Only sessions in this status.")
+@click.option("--limit", default=50, show_default=True, help="Most sessions to list.")
+@json_option
+@with_settings
+def sessions_ls(settings: Settings, status: str | None, limit: int, as_json: bool) -> None:
+    """List sessions, newest first."""
+    page = ask(settings, "GET", "/v1/sessions", params={"status": status, "limit": limit})
+    if as_json:
+        return print_json(page)
+    print_table(
+        ["session", "status", "revision", "tokens", "open calls", "cached", "input"],
+        [
+            [
+                row["id"],
+                row["status"],
+                row["revision"],
+                row["num_tokens"],
+                len(row["open_calls"]),
+                row["usage"]["cache_read"],
+                row["usage"]["input"],
+            ]
+            for row in page["data"]
+        ],
+    )
+    if page["has_more"]:
+        click.echo("more sessions than shown; raise --limit", err=True)
+
+
+@sessions.command("show")
+@click.argument("session_id")
+@json_option
+@with_settings
+def sessions_show(settings: Settings, session_id: str, as_json: bool) -> None:
+    """Show a session and its turns."""
+    session = ask(settings, "GET", f"/v1/sessions/{session_id}")
+    turns = ask(settings, "GET", f"/v1/sessions/{session_id}/turns")["data"]
+    if as_json:
+        return print_json({"session": session, "turns": turns})
+    for name in ("id", "status", "revision", "model", "num_tokens", "num_items", "metadata"):
+        click.echo(f"{name}: {session[name]}")
+    rows = [[number, *_turn_cells(turn)] for number, turn in enumerate(turns, 1)]
+    print_table(["n", "turn", "status", "input", "l1/l2/l3", "computed", "output", "miss"], rows)
+
+
+@sessions.command("explain")
+@click.argument("session_id")
+@click.option("--turn", "which", default="last", show_default=True, help="Number or id of a turn.")
+@json_option
+@with_settings
+def sessions_explain(settings: Settings, session_id: str, which: str, as_json: bool) -> None:
+    """Say what a turn reused of the cache, why not more, and where its wait went."""
+    turns = ask(settings, "GET", f"/v1/sessions/{session_id}/turns")["data"]
+    turn = _pick(turns, which)
+    cache = turn.get("cache", {})
+    facts = {
+        "turn": turn["id"],
+        "status": turn["status"],
+        "input_tokens": turn.get("usage", {}).get("input_tokens"),
+        "expected_cached": cache.get("expected"),
+        "cached": {tier: cache.get(f"cached_{tier}") for tier in ("l1", "l2", "l3")},
+        "computed": cache.get("computed"),
+        "miss": cache.get("miss"),
+        "timings": turn.get("timings", {}),
+    }
+    if as_json:
+        return print_json(facts)
+    for name, value in facts.items():
+        click.echo(f"{name}: {value}")
+    if facts["miss"] is None:
+        click.echo("everything that earlier turns computed was found")
+
+
+@sessions.command("close")
+@click.argument("session_id")
+@click.option("--keep-cache", is_flag=True, help="Let its KV decay instead of dropping it.")
+@json_option
+@with_settings
+def sessions_close(settings: Settings, session_id: str, keep_cache: bool, as_json: bool) -> None:
+    """Close a session: its transcript is deleted."""
+    params = {"cache": "decay" if keep_cache else "release"}
+    reply = ask(settings, "DELETE", f"/v1/sessions/{session_id}", params=params)
+    print_json(reply) if as_json else click.echo(f"closed {session_id}")
+
+
+@sessions.command("fork")
+@click.argument("session_id")
+@click.option("--at", default="head", show_default=True, help="A turn, an item, or head.")
+@click.option("-n", "count", default=1, show_default=True, help="How many children.")
+@json_option
+@with_settings
+def sessions_fork(settings: Settings, session_id: str, at: str, count: int, as_json: bool) -> None:
+    """Fork a session; prints the children's ids."""
+    body = {"at": at, "n": count}
+    reply = ask(settings, "POST", f"/v1/sessions/{session_id}/fork", body=body)
+    if as_json:
+        return print_json(reply)
+    for child in reply["data"]:
+        click.echo(child["id"])
+
+
+@sessions.command("cancel")
+@click.argument("session_id")
+@json_option
+@with_settings
+def sessions_cancel(settings: Settings, session_id: str, as_json: bool) -> None:
+    """Stop the turn that runs in a session."""
+    session = ask(settings, "GET", f"/v1/sessions/{session_id}")
+    turn_id = session["current_turn"]
+    if turn_id is None:
+        fail(f"no turn runs in {session_id}")
+    turn = ask(settings, "POST", f"/v1/sessions/{session_id}/turns/{turn_id}/cancel")
+    if as_json:
+        return print_json(turn)
+    click.echo(f"{turn_id}: {turn['status']}, {turn.get('committed_tokens', 0)} tokens kept")
+
+
+@click.group()
+def cache() -> None:
+    """Look at the KV cache of the running appliance."""
+
+
+@cache.command("tree")
+@click.option("--max-nodes", default=256, show_default=True, help="Most nodes to show.")
+@json_option
+@with_settings
+def cache_tree(settings: Settings, max_nodes: int, as_json: bool) -> None:
+    """Show the radix tree of prefixes that are resident."""
+    reply = ask(settings, "GET", "/admin/cache/tree", params={"max_nodes": max_nodes})
+    if as_json:
+        return print_json(reply)
+    children: dict[int, list[dict[str, Any]]] = {}
+    for node in reply["nodes"]:
+        children.setdefault(node["parent_id"], []).append(node)
+    known = {node["node_id"] for node in reply["nodes"]}
+    for parent_id in sorted(set(children) - known):
+        _print_nodes(children, parent_id, 0)
+    if reply["truncated"]:
+        click.echo("more nodes than shown; raise --max-nodes", err=True)
+
+
+@cache.command("top")
+@click.option("--limit", default=20, show_default=True, help="Most sessions to show.")
+@json_option
+@with_settings
+def cache_top(settings: Settings, limit: int, as_json: bool) -> None:
+    """Show which sessions have the most tokens resident."""
+    reply = ask(settings, "GET", "/admin/cache/top", params={"limit": limit})
+    if as_json:
+        return print_json(reply)
+    rows = [
+        [row["session_id"], row["tenant"], row["status"], row["tokens_total"]]
+        + [row["resident"][tier] for tier in ("l1", "l2", "l3")]
+        for row in reply["data"]
+    ]
+    print_table(["session", "tenant", "status", "tokens", "l1", "l2", "l3"], rows)
+
+
+def _print_nodes(children: dict[int, list[dict[str, Any]]], parent_id: int, depth: int) -> None:
+    for node in children.get(parent_id, ()):
+        users = f", {node['num_users']} in use" if node["num_users"] else ""
+        text = node["text"].replace("\n", "\\n")[:48]
+        click.echo(
+            f"{'  ' * depth}{node['node_id']}: {node['num_tokens']} tokens, "
+            f"{node['num_pages']} pages{users}  {text}"
+        )
+        _print_nodes(children, node["node_id"], depth + 1)
+
+
+def _turn_cells(turn: dict[str, Any]) -> list[Any]:
+    usage, cache_view = turn.get("usage", {}), turn.get("cache", {})
+    tiers = "/".join(str(cache_view.get(f"cached_{tier}", "-")) for tier in ("l1", "l2", "l3"))
+    miss = cache_view.get("miss")
+    return [
+        turn["id"],
+        turn["status"],
+        usage.get("input_tokens", "-"),
+        tiers,
+        cache_view.get("computed", "-"),
+        usage.get("output_tokens", "-"),
+        f"{miss['reason']} ({miss['missed_tokens']})" if miss else "-",
+    ]
+
+
+def _pick(turns: list[dict[str, Any]], which: str) -> dict[str, Any]:
+    if not turns:
+        fail("the session has no turns")
+    if which == "last":
+        return turns[-1]
+    if which.isdigit():
+        if not 1 <= int(which) <= len(turns):
+            fail(f"--turn: {which} is not in 1 to {len(turns)}")
+        return turns[int(which) - 1]
+    for turn in turns:
+        if turn["id"] == which:
+            return turn
+    fail(f"--turn: no turn {which} in the session's history")

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stateless generation: a prompt in, parse events and token ids out, for the OpenAI dialects.
+
+Does not know: HTTP, the shape of any dialect's chunks, sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from appliance.answer import AnswerReader
+from appliance.errors import ApiError, known_code
+from appliance.metrics import Metrics
+from engine import api
+from engine.client import EngineClient
+from sessions.token_codec import count, decode_ids
+from tools_schema import events as parsed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one message of the engine brought."""
+
+    token_ids: list[int]
+    events: list[parsed.Event]
+    logprobs: tuple[api.TokenLogprobs, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """Run it once, by iterating `steps`; then the outcome is here."""
+
+    client: EngineClient
+    metrics: Metrics
+    request: api.GenerateRequest
+    answer: AnswerReader
+    cache: api.CacheHit | None = None
+    finish_reason: str = ""  # stop | length | tool_calls
+    problems: list[parsed.ParseProblem] = field(default_factory=list)
+
+    @property
+    def num_prompt(self) -> int:
+        return count(self.request.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.answer.token_ids)
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """Yield what comes; closing the iterator aborts the request in the engine.
+
+        Raises: ApiError where the engine fails the request.
+        """
+        stream = self.client.generate(self.request)
+        try:
+            async for item in stream:
+                match item:
+                    case api.Started():
+                        self.cache = item.cache
+                        self.metrics.count_cache(item.cache, None)
+                    case api.Tokens():
+                        yield self._take(item)
+                        if self.answer.is_stopped:
+                            self.finish_reason = "stop"
+                            break
+                    case api.Finished():
+                        self._finish(item)
+                    case _:
+                        pass
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+        events = self.answer.finish(is_cut=self.finish_reason == "length")
+        self._note(events)
+        if self.answer.has_calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        self.metrics.output_tokens.inc(self.num_output)
+        yield Step(token_ids=[], events=events)
+
+    def _take(self, item: api.Tokens) -> Step:
+        ids = decode_ids(item.token_ids)
+        events: list[parsed.Event] = []
+        taken = 0
+        for token_id in ids:
+            if self.answer.is_stopped:
+                break
+            events += self.answer.push(token_id)
+            taken += 1
+        self._note(events)
+        return Step(
+            token_ids=ids[:taken], events=events, logprobs=(item.logprobs or ())[:taken]
+        )
+
+    def _note(self, events: list[parsed.Event]) -> None:
+        self.problems += [e for e in events if isinstance(e, parsed.ParseProblem)]
+
+    def _finish(self, item: api.Finished) -> None:
+        match item.reason:
+            case api.FinishReason.LENGTH:
+                self.finish_reason = "length"
+            case api.FinishReason.STOP:
+                self.finish_reason = "stop"
+            case _:
+                code = known_code(item.error_code)
+                raise ApiError(code, item.error_message or "the engine ended this request")

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gets the grammar of a turn compiled by the engine, loosening it where the engine cannot.
+
+Does not know: turns, tokens. A schema the grammar cannot hold (or not within the budget) becomes
+"any object" for that tool alone; the caller announces it and validates against the original.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from engine import api
+from engine.client import EngineClient
+from engine.errors import EngineUnavailableError
+from tools_schema.formats.base import ToolFormat
+from tools_schema.structural_tag import (
+    RESPONSE_FORMAT,
+    GrammarPlan,
+    ResponseFormat,
+    build_structural_tag,
+)
+from tools_schema.tool_choice import ToolChoice
+from tools_schema.tool_spec import ToolSet
+
+MAX_REMEMBERED = 512
+# With more tools than this, the guilty one is not searched for: all of them are loosened.
+MAX_SEARCHED_TOOLS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarQuestion:
+    """What a grammar is made of."""
+
+    toolset: ToolSet
+    choice: ToolChoice
+    response_format: ResponseFormat | None = None
+
+
+@dataclass(slots=True)
+class GrammarCompiler:
+    """Remembers which questions compiled, and what had to be loosened for the others."""
+
+    client: EngineClient
+    tool_format: ToolFormat
+    budget_ms: int
+    _loosened: OrderedDict[tuple[GrammarQuestion, str], frozenset[str]] = field(
+        default_factory=OrderedDict
+    )
+
+    def plan(self, question: GrammarQuestion, loosen: frozenset[str] = frozenset()) -> GrammarPlan:
+        """Return the grammar text; raises ToolSchemaError for what no grammar can express."""
+        return build_structural_tag(
+            question.toolset,
+            question.choice,
+            self.tool_format,
+            response_format=question.response_format,
+            loosen=loosen,
+        )
+
+    async def compiled(self, question: GrammarQuestion) -> GrammarPlan:
+        """Return a plan whose grammar the engine holds compiled.
+
+        Without an engine the strict plan is returned: the engine compiles it when it is back.
+        """
+        strict = self.plan(question)
+        if strict.text is None:
+            return strict
+        instance = self.client.hello.instance_id if self.client.hello is not None else ""
+        key = (question, instance)
+        loosen = self._loosened.get(key)
+        if loosen is None:
+            try:
+                loosen = await self._find_loosen(question, strict)
+            except EngineUnavailableError:
+                return strict
+            self._loosened[key] = loosen
+            while len(self._loosened) > MAX_REMEMBERED:
+                self._loosened.popitem(last=False)
+        else:
+            self._loosened.move_to_end(key)
+        return self.plan(question, loosen) if loosen else strict
+
+    async def _find_loosen(self, question: GrammarQuestion, strict: GrammarPlan) -> frozenset[str]:
+        if await self._compiles(strict):
+            return frozenset()
+        owners = set(question.choice.names)
+        if question.response_format is not None:
+            owners.add(RESPONSE_FORMAT)
+        guilty = owners
+        if len(owners) <= MAX_SEARCHED_TOOLS:
+            guilty = {owner for owner in owners if not await self._stands(question, owner, owners)}
+        for loosen in (frozenset(guilty), frozenset(owners)):
+            if loosen and await self._compiles(self.plan(question, loosen)):
+                return loosen
+        return frozenset(owners)
+
+    async def _stands(self, question: GrammarQuestion, owner: str, owners: set[str]) -> bool:
+        """Whether the grammar compiles when all but `owner` are loosened."""
+        return await self._compiles(self.plan(question, frozenset(owners - {owner})))
+
+    async def _compiles(self, plan: GrammarPlan) -> bool:
+        spec = spec_of(plan)
+        if spec is None:
+            return True
+        reply = await self.client.compile(spec, budget_ms=self.budget_ms)
+        return reply.error_code is None
+
+
+def spec_of(plan: GrammarPlan) -> api.GrammarSpec | None:
+    """Wrap a plan for the engine; None where nothing is constrained."""
+    if plan.text is None:
+        return None
+    return api.GrammarSpec(kind=api.GrammarKind(plan.kind), text=plan.text)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Prometheus series of the appliance, declared once, unit in the name.
+
+The engine's own counters are fetched when a scrape comes and appear as
+`moorage_engine_<name>`. Does not know: who calls it, HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.api import CacheHit
+
+SECONDS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
+OVERHEAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+_NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class EngineStatsCollector(Collector):
+    """Shows the latest engine stats as gauges; holds nothing else."""
+
+    def __init__(self) -> None:
+        self.stats: Mapping[str, float] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        for name, value in sorted(self.stats.items()):
+            safe = _NOT_IN_A_NAME.sub("_", name)
+            yield GaugeMetricFamily(
+                f"moorage_engine_{safe}", f"Engine statistic {name}.", value=value
+            )
+
+
+class Metrics:
+    """The series of one appliance, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.engine_stats = EngineStatsCollector()
+        self.registry.register(self.engine_stats)
+        self._declare_http()
+        self._declare_turns()
+        self._declare_cache()
+
+    def _declare_http(self) -> None:
+        self.http_requests = Counter(
+            "moorage_http_requests_total",
+            "HTTP requests answered, by route and status.",
+            ["route", "status"],
+            registry=self.registry,
+        )
+        self.stream_readers = Gauge(
+            "moorage_stream_readers", "Clients reading a stream now.", registry=self.registry
+        )
+
+    def _declare_turns(self) -> None:
+        self.turns = Counter(
+            "moorage_turns_total",
+            "Turns ended, by terminal event and its reason.",
+            ["outcome", "reason"],
+            registry=self.registry,
+        )
+        self.turns_running = Gauge(
+            "moorage_turns_running", "Turns running now.", registry=self.registry
+        )
+        self.turn_submit_seconds = Histogram(
+            "moorage_turn_submit_seconds",
+            "From the request to its submission to the engine.",
+            buckets=OVERHEAD_BUCKETS,
+            registry=self.registry,
+        )
+        self.turn_first_token_seconds = Histogram(
+            "moorage_turn_first_token_seconds",
+            "From the request to its first token.",
+            buckets=SECONDS_BUCKETS,
+            registry=self.registry,
+        )
+        self.turn_seconds = Histogram(
+            "moorage_turn_seconds",
+            "From the request to its terminal event.",
+            buckets=SECONDS_BUCKETS,
+            registry=self.registry,
+        )
+        self.output_tokens = Counter(
+            "moorage_output_tokens_total", "Tokens sampled.", registry=self.registry
+        )
+        self.tool_calls = Counter(
+            "moorage_tool_calls_total",
+            "Tool calls made by the model, by whether their arguments fit the schema.",
+            ["valid"],
+            registry=self.registry,
+        )
+        self.grammar_fallbacks = Counter(
+            "moorage_grammar_fallbacks_total",
+            "Turns whose schema needed a looser grammar.",
+            registry=self.registry,
+        )
+
+    def _declare_cache(self) -> None:
+        self.input_tokens = Counter(
+            "moorage_input_tokens_total",
+            "Prompt tokens, by where their KV came from (l1, l2, l3, computed).",
+            ["source"],
+            registry=self.registry,
+        )
+        self.cache_misses = Counter(
+            "moorage_cache_misses_total",
+            "Turns that reused less than their whole history, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.missed_tokens = Counter(
+            "moorage_cache_missed_tokens_total",
+            "Prompt tokens computed again though they had been computed before, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.engine_up = Gauge(
+            "moorage_engine_up", "1 while the engine answers, else 0.", registry=self.registry
+        )
+        self.engine_instances = Counter(
+            "moorage_engine_instances_total",
+            "Engine processes seen; each above the first is a restart.",
+            registry=self.registry,
+        )
+
+    def count_cache(self, hit: CacheHit, miss: Mapping[str, Any] | None) -> None:
+        """Note where the tokens of one prompt came from."""
+        for source, tokens in (
+            ("l1", hit.l1),
+            ("l2", hit.l2),
+            ("l3", hit.l3),
+            ("computed", hit.to_compute),
+        ):
+            self.input_tokens.labels(source).inc(tokens)
+        if miss is not None:
+            self.cache_misses.labels(miss["reason"]).inc()
+            self.missed_tokens.labels(miss["reason"]).inc(miss["missed_tokens"])
+
+    def render(self) -> bytes:
+        """Return the scrape body in Prometheus' text format."""
+        return bytes(generate_latest(self.registry))

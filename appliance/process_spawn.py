@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child processes that cannot outlive their parent, and when to start one again.
+
+Does not know: what the children are. Linux only (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PR_SET_PDEATHSIG = 1
+RESTART_WINDOW_S = 60.0
+FIRST_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 5.0
+# The signals the supervisor takes with sigtimedwait; exec would hand the mask to the children.
+SUPERVISED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def spawn(
+    module: str, args: Sequence[str], *, pass_fds: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start `python -m module args...`; the kernel sends it SIGTERM when its parent dies.
+
+    Must be called on the main thread: the parent-death signal follows the thread that forked.
+    """
+    parent_pid = os.getpid()
+
+    def in_child() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISED_SIGNALS)
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent_pid:  # it died before prctl took hold
+            os._exit(1)
+
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *args],
+        pass_fds=tuple(pass_fds),
+        stdin=subprocess.DEVNULL,
+        preexec_fn=in_child,
+        start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then drains
+    )
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """Decides how long to wait before a restart; gives up past `max_restarts` in a minute."""
+
+    max_restarts: int
+    _restarts: deque[float] = field(default_factory=deque)
+
+    def next_delay_s(self, now_s: float) -> float | None:
+        """Note one death and return the wait before the restart, or None to give up."""
+        while self._restarts and now_s - self._restarts[0] > RESTART_WINDOW_S:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.max_restarts:
+            return None
+        self._restarts.append(now_s)
+        return min(FIRST_BACKOFF_S * 4 ** (len(self._restarts) - 1), MAX_BACKOFF_S)
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit status in words: `exit 3` or `signal SIGKILL`."""
+    if code >= 0:
+        return f"exit {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds what the API process works with, once, and knows how a session maps onto the model.
+
+The only constructor of store, engine client, renderer and compiler. Does not know: HTTP, how a
+turn runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from appliance.answer import AnswerReader
+from appliance.cache_report import MODEL_CHANGED, REPORT
+from appliance.config import ApplianceConfig
+from appliance.errors import ApiError
+from appliance.grammars import GrammarCompiler
+from appliance.metrics import Metrics
+from appliance.prompts import Head, HistoryEnd, PromptRenderer
+from appliance.response_events import ResponseEvents, derived_id
+from appliance.supervisor import read_admin_key
+from appliance.turn_events import EventJournals
+from engine.client import EngineClient
+from engine.text.assets import TextAssets, load_text_assets
+from sessions.config import SessionsConfig
+from sessions.history import replace_history
+from sessions.items import FunctionCall, Item
+from sessions.session import Session, items_record
+from sessions.store import SessionStore
+from sessions.turn_log import PRELUDE, Record, TurnLog
+from tools_schema.formats.base import ToolFormat
+from tools_schema.formats.registry import format_names, get_format, guess_format
+from tools_schema.stream_parser import StreamParser, new_call_id
+from tools_schema.tool_choice import ToolChoice
+from tools_schema.tool_spec import ToolSet, parse_tools
+
+logger = logging.getLogger(__name__)
+
+MAX_TOOLSETS = 256
+DEFAULT_MODEL_NAME = "default"
+DEFAULT_TENANT = "default"
+FIRST_CONTACT_S = 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Services:
+    """Shared by every request of this process."""
+
+    config: ApplianceConfig
+    assets: TextAssets
+    renderer: PromptRenderer
+    store: SessionStore
+    client: EngineClient
+    grammars: GrammarCompiler
+    journals: EventJournals
+    metrics: Metrics
+    clock_ms: Callable[[], int] = field(default=lambda: time.time_ns() // 1_000_000)
+    admin_key: str = ""
+    _toolsets: OrderedDict[bytes, ToolSet] = field(default_factory=OrderedDict)
+
+    # Models -------------------------------------------------------------------------------
+
+    @property
+    def model_name(self) -> str:
+        return self.config.server.model_name or self.assets.name
+
+    @property
+    def model_names(self) -> list[str]:
+        """The model's own name, then its aliases."""
+        names = [self.model_name, DEFAULT_MODEL_NAME, *self.config.server.model_aliases]
+        return list(dict.fromkeys(names))
+
+    def check_model(self, name: str) -> str:
+        """Return the name of the model served as `name`. Raises ApiError model_not_found."""
+        if name in self.model_names or self.config.server.alias_all:
+            return self.model_name
+        raise ApiError(
+            "model_not_found",
+            f"model: {name!r} is not served here (served: {', '.join(self.model_names)})",
+            "model",
+        )
+
+    @property
+    def max_context_len(self) -> int:
+        """What the engine says, or before its first word what the model was trained for."""
+        hello = self.client.hello
+        limits = [self.assets.max_context_len]
+        if hello is not None:
+            limits.append(hello.max_context_len)
+        if self.config.engine.max_context_len:
+            limits.append(self.config.engine.max_context_len)
+        return min(limits)
+
+    def context_limit(self, session: Session) -> int:
+        """Tokens this session may hold, output included."""
+        own = session.settings.context.max_tokens
+        return self.max_context_len if own is None else min(own, self.max_context_len)
+
+    # Sessions as the model sees them ------------------------------------------------------
+
+    def toolset(self, tools: Sequence[Any]) -> ToolSet:
+        """Parse tools, or find them among those parsed lately. Raises InvalidSchemaError."""
+        key = msgspec.json.encode(tools)
+        known = self._toolsets.get(key)
+        if known is None:
+            known = self._toolsets[key] = parse_tools(list(tools))
+            if len(self._toolsets) > MAX_TOOLSETS:
+                self._toolsets.popitem(last=False)
+        else:
+            self._toolsets.move_to_end(key)
+        return known
+
+    def head_of(self, session: Session) -> Head:
+        settings = session.settings
+        return Head(settings.instructions, self.toolset(settings.tools))
+
+    def end_of(self, session: Session, log: TurnLog, new_items: Sequence[Item]) -> HistoryEnd:
+        """Return where the session's history stands, for items that are to follow it."""
+        last = next((r.items[-1] for r in reversed(log.records) if r.items), None)
+        names = {call.call_id: call.name for call in session.open_calls}
+        names.update({i.call_id: i.name for i in new_items if isinstance(i, FunctionCall)})
+        return HistoryEnd(
+            role=self.renderer.role_of(last, has_tokens=session.num_tokens > 0),
+            is_closed=log.is_closed,
+            call_names=names,
+        )
+
+    def first_records(
+        self, head: Head, items: Sequence[Item], *, rewritten: str = ""
+    ) -> tuple[Record, ...]:
+        """Render the start of a history: its head, and items that stand in it from the start."""
+        records: list[Record] = []
+        fingerprint = self.assets.fingerprint
+        head_ids = self.renderer.render_head(head)
+        if head_ids:
+            records.append(
+                items_record(
+                    (), revision=0, token_ids=head_ids, kind=PRELUDE, model_fingerprint=fingerprint
+                )
+            )
+        if items:
+            names = {i.call_id: i.name for i in items if isinstance(i, FunctionCall)}
+            role = self.renderer.role_of(None, has_tokens=bool(head_ids))
+            rendered = self.renderer.render_turn(
+                HistoryEnd(role=role, call_names=names), items, head, add_generation_prompt=False
+            )
+            records.append(
+                items_record(
+                    items,
+                    revision=0,
+                    token_ids=rendered.token_ids,
+                    item_token_ends=rendered.item_token_ends,
+                    model_fingerprint=fingerprint,
+                )
+            )
+        if rewritten:
+            params = {REPORT: {"rewritten": rewritten}}
+            records = [replace(record, params=params) for record in records]
+        return tuple(records)
+
+    async def adopt_model(self, session: Session) -> Session:
+        """Render the history anew if it was made by another model, tokenizer or template.
+
+        Raises: ApiError model_changed where the session was created with strict_model.
+        """
+        if session.model_fingerprint in ("", self.assets.fingerprint):
+            return session
+        if session.settings.strict_model:
+            raise ApiError("model_changed", "the model of this session changed (strict_model)")
+        log = await self.store.read_log(session)
+        records = self.first_records(self.head_of(session), log.items, rewritten=MODEL_CHANGED)
+        moved, own = replace_history(
+            session,
+            log,
+            records,
+            self.clock_ms(),
+            model_fingerprint=self.assets.fingerprint,
+        )
+        logger.warning("history rendered anew: model changed", extra={"session_id": session.id})
+        return await self.store.replace_history(moved, own)
+
+    def salt_of(self, tenant: str) -> str:
+        """Prefixes are shared within a tenant only."""
+        return "" if tenant == DEFAULT_TENANT else tenant
+
+    # Answers ------------------------------------------------------------------------------
+
+    def answer_reader(
+        self, turn_id: str | None, toolset: ToolSet, choice: ToolChoice, stop: Sequence[str]
+    ) -> AnswerReader:
+        """Return a reader; with a turn's id, the ids of calls follow from it."""
+        numbers = itertools.count()
+        parser = StreamParser(
+            self.renderer.tool_format,
+            toolset,
+            choice,
+            call_id_factory=new_call_id
+            if turn_id is None
+            else lambda: derived_id("call", turn_id, next(numbers)),
+        )
+        return AnswerReader(
+            tokenizer=self.assets.tokenizer,
+            eos_ids=frozenset(self.assets.eos_ids),
+            parser=parser,
+            stop_strings=stop,
+        )
+
+    def response_events(self, turn_id: str, toolset: ToolSet) -> ResponseEvents:
+        return ResponseEvents(turn_id, toolset)
+
+
+def tool_format_of(assets: TextAssets) -> ToolFormat:
+    """Return the tool format of a model: what its loader recognised, else a guess."""
+    if assets.tool_format in format_names():
+        return get_format(str(assets.tool_format))
+    return guess_format(assets.chat_template.source)
+
+
+def build_store(config: SessionsConfig) -> SessionStore:
+    """Return the configured store, not yet open."""
+    if config.store == "redis":
+        from sessions.redis_store import RedisSessionStore
+
+        return RedisSessionStore(config)
+    from sessions.sqlite_store import SqliteSessionStore
+
+    return SqliteSessionStore(config)
+
+
+def build_services(config: ApplianceConfig) -> Services:
+    """Load the text side of the model and construct everything; nothing is connected yet."""
+    assets = load_text_assets(config.engine.model)
+    tool_format = tool_format_of(assets)
+    client = EngineClient(config.engine.socket_path)
+    server = config.server
+    return Services(
+        config=config,
+        assets=assets,
+        renderer=PromptRenderer(assets, tool_format),
+        store=build_store(config.sessions),
+        client=client,
+        grammars=GrammarCompiler(client, tool_format, config.engine.grammar.budget_ms),
+        journals=EventJournals(server.state_dir / "turns", server.replay_minutes * 60),
+        metrics=Metrics(),
+        admin_key=read_admin_key(server.run_dir),
+    )

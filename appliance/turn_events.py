@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbered events of a turn: written once, replayed to any number of readers.
+
+Each event is framed for SSE when it is emitted and appended to a journal file, so a restarted
+API process hands out the very bytes, under the very numbers, that readers saw before the crash.
+(The journal is not synced: it outlives the process, not the machine.) Does not know: HTTP, what
+the events mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+CONTENT_PREFIX = "response."
+ONCE_PER_TURN = ("turn.created", "turn.queued", "turn.cache", "turn.in_progress")
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(slots=True)
+class TurnEvents:
+    """One turn's events. Sequence numbers start at 1; event n is `frames[n - 1]`."""
+
+    session_id: str
+    turn_id: str
+    frames: list[bytes] = field(default_factory=list)
+    is_closed: bool = False
+    closed_at_s: float = 0.0
+    num_readers: int = 0
+    on_readers_gone: Callable[[], None] | None = None
+    _journal_fd: int = -1
+    _num_to_skip: int = 0  # content events that a resumed turn will emit again
+    _seen_types: frozenset[str] = frozenset()  # before the crash this turn is taken up after
+    _grown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def has_content(self) -> bool:
+        """Readers may have seen output of the model."""
+        return any(_event_type(frame).startswith(CONTENT_PREFIX) for frame in self.frames)
+
+    def emit(self, event_type: str, fields: Mapping[str, Any]) -> None:
+        """Append one event and wake the readers; what a resumed turn repeats is dropped."""
+        if self.is_closed or self._is_repeated(event_type):
+            return
+        frame = _frame(event_type, len(self.frames) + 1, self.session_id, self.turn_id, fields)
+        if self._journal_fd >= 0:
+            os.write(self._journal_fd, frame)
+        self.frames.append(frame)
+        self._wake()
+
+    def close(self) -> None:
+        """Mark the turn as ended: readers return after the last event."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.closed_at_s = time.monotonic()
+        if self._journal_fd >= 0:
+            os.close(self._journal_fd)
+            self._journal_fd = -1
+        self._wake()
+
+    async def read(self, starting_after: int) -> AsyncIterator[bytes]:
+        """Yield the frames of every event numbered above `starting_after`, then live ones."""
+        index = max(starting_after, 0)
+        self.num_readers += 1
+        try:
+            while True:
+                if index < len(self.frames):
+                    chunk = b"".join(self.frames[index:])
+                    index = len(self.frames)
+                    yield chunk
+                elif self.is_closed:
+                    return
+                else:
+                    await self._grown.wait()
+        finally:
+            self.num_readers -= 1
+            if not self.num_readers and not self.is_closed and self.on_readers_gone is not None:
+                self.on_readers_gone()
+
+    async def wait_closed(self) -> None:
+        """Wait for the end of the turn without counting as a reader."""
+        while not self.is_closed:
+            await self._grown.wait()
+
+    def _is_repeated(self, event_type: str) -> bool:
+        if event_type.startswith(CONTENT_PREFIX):
+            if self._num_to_skip > 0:
+                self._num_to_skip -= 1
+                return True
+            return False
+        return event_type in ONCE_PER_TURN and event_type in self._seen_types
+
+    def _wake(self) -> None:
+        self._grown.set()
+        self._grown = asyncio.Event()
+
+
+def _frame(
+    event_type: str,
+    sequence_number: int,
+    session_id: str,
+    turn_id: str,
+    fields: Mapping[str, Any],
+) -> bytes:
+    body = {
+        "type": event_type,
+        "sequence_number": sequence_number,
+        "session_id": session_id,
+        "turn_id": turn_id,
+        **fields,
+    }
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (
+        sequence_number,
+        event_type.encode(),
+        _encoder.encode(body),
+    )
+
+
+def terminal_frame(event_type: str, turn: Mapping[str, Any], fields: Mapping[str, Any]) -> bytes:
+    """Return the terminal event of a turn whose other events are gone."""
+    return _frame(event_type, 1, turn["session_id"], turn["id"], fields)
+
+
+def decode_frame(frame: bytes) -> dict[str, Any]:
+    """Return the JSON body of one frame."""
+    data = frame.split(b"\ndata: ", 1)[1]
+    return dict(msgspec.json.decode(data))
+
+
+@dataclass(slots=True)
+class EventJournals:
+    """All turns whose events can be replayed, and their files in one directory."""
+
+    directory: Path
+    replay_s: float
+    _turns: dict[str, TurnEvents] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def create(self, session_id: str, turn_id: str) -> TurnEvents:
+        """Start the events of a new turn."""
+        self.sweep()
+        events = TurnEvents(session_id, turn_id)
+        events._journal_fd = os.open(
+            self._path(turn_id), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o600
+        )
+        self._turns[turn_id] = events
+        return events
+
+    def reopen(self, session_id: str, turn_id: str) -> TurnEvents:
+        """Take up the events of a turn that an earlier API process left unfinished."""
+        frames = self._read_frames(turn_id)
+        events = TurnEvents(session_id, turn_id, frames)
+        types = [_event_type(frame) for frame in frames]
+        events._num_to_skip = sum(name.startswith(CONTENT_PREFIX) for name in types)
+        events._seen_types = frozenset(types)
+        path = self._path(turn_id)
+        path.write_bytes(b"".join(frames))  # without a last line that was cut by the crash
+        events._journal_fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._turns[turn_id] = events
+        return events
+
+    def find(self, session_id: str, turn_id: str) -> TurnEvents | None:
+        """Return a turn's events while they are kept, from memory or from its journal."""
+        events = self._turns.get(turn_id)
+        if events is not None:
+            return events if events.session_id == session_id else None
+        path = self._path(turn_id)
+        if not path.exists() or time.time() - path.stat().st_mtime > self.replay_s:
+            return None
+        frames = self._read_frames(turn_id)
+        if not frames or decode_frame(frames[0])["session_id"] != session_id:
+            return None
+        events = TurnEvents(session_id, turn_id, frames)
+        events.close()
+        self._turns[turn_id] = events
+        return events
+
+    def sweep(self) -> None:
+        """Forget turns that ended longer ago than the replay window, and their files."""
+        now_s = time.monotonic()
+        for turn_id, events in list(self._turns.items()):
+            if events.is_closed and now_s - events.closed_at_s > self.replay_s:
+                self.drop(turn_id)
+
+    def sweep_files(self) -> None:
+        """Delete journals left by earlier processes that are past the replay window."""
+        for path in self.directory.glob("*.events"):
+            if path.stem in self._turns:
+                continue
+            if time.time() - path.stat().st_mtime > self.replay_s:
+                path.unlink(missing_ok=True)
+
+    def drop(self, turn_id: str) -> None:
+        """Forget one turn's events now (its session was deleted, or they expired)."""
+        events = self._turns.pop(turn_id, None)
+        if events is not None:
+            events.close()
+        self._path(turn_id).unlink(missing_ok=True)
+
+    def _path(self, turn_id: str) -> Path:
+        return self.directory / f"{turn_id}.events"
+
+    def _read_frames(self, turn_id: str) -> list[bytes]:
+        try:
+            data = self._path(turn_id).read_bytes()
+        except FileNotFoundError:
+            return []
+        frames = data.split(b"\n\n")
+        return [frame + b"\n\n" for frame in frames[:-1]]
+
+
+def _event_type(frame: bytes) -> str:
+    return frame.split(b"\nevent: ", 1)[1].split(b"\n", 1)[0].decode()

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One running turn: engine messages in, numbered events out, and at last its record.
+
+Does not know: how a turn is accepted or stored, HTTP. The events of a turn are a function of its
+tokens, so a run that takes up an unfinished turn repeats what readers saw and goes on from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from appliance import cache_report, turn_view
+from appliance.answer import AnswerReader, KeptTokens
+from appliance.cache_report import Expectation
+from appliance.errors import ApiError, error_object, known_code
+from appliance.grammars import spec_of
+from appliance.response_events import ResponseEvents, WireEvent
+from appliance.turn_events import TurnEvents
+from appliance.turn_params import TurnParams
+from engine import api
+from engine.client import EngineClient
+from engine.client_streams import StreamItem
+from sessions.token_codec import count, decode_ids
+from sessions.turn_log import (
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    INCOMPLETE,
+    PendingTurn,
+    Record,
+    TurnTimings,
+    TurnUsage,
+)
+from tools_schema.structural_tag import GrammarPlan
+
+logger = logging.getLogger(__name__)
+
+DEADLINE = "deadline"
+CANCEL = "cancel"
+TERMINAL_EVENT = {
+    COMPLETED: "turn.completed",
+    INCOMPLETE: "turn.incomplete",
+    CANCELLED: "turn.cancelled",
+    FAILED: "turn.failed",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class TurnRun:
+    """Everything one turn needs while it runs. `records`: the history it stands on."""
+
+    pending: PendingTurn
+    params: TurnParams
+    events: TurnEvents
+    answer: AnswerReader
+    response: ResponseEvents
+    client: EngineClient
+    records: Sequence[Record]
+    history: bytes
+    expected: Expectation
+    tenant: str
+    salt: str
+    priority: int
+    model_fingerprint: str
+    started_s: float = field(default_factory=time.monotonic)
+    is_resumed: bool = False
+    plan: GrammarPlan | None = None
+    stop_cause: str = ""  # CANCEL | DEADLINE once somebody asked for the end
+    cache: api.CacheHit | None = None
+    miss: dict[str, Any] | None = None
+    submitted_s: float = 0.0
+    first_token_s: float = 0.0
+    queued_ms: float | None = None
+    finished: api.Finished | None = None
+    error: ApiError | None = None
+    _item_ends: list[int] = field(default_factory=list)
+    _input_len: int = 0
+
+    @property
+    def turn_id(self) -> str:
+        return self.pending.id
+
+    @property
+    def prompt_len(self) -> int:
+        return count(self.history) + count(self.pending.input_token_ids)
+
+    def request(self, plan: GrammarPlan) -> api.GenerateRequest:
+        """Return the engine request of this turn; its id is the turn's."""
+        return api.GenerateRequest(
+            request_id=self.turn_id,
+            token_ids=self.history + self.pending.input_token_ids,
+            sampling=self.params.sampling,
+            grammar=spec_of(plan),
+            priority=self.priority,
+            tenant=self.tenant,
+            salt=self.salt,
+        )
+
+    async def request_stop(self, cause: str) -> None:
+        """Ask for the end of this turn; it ends with what it has. Asking twice is harmless."""
+        if not self.stop_cause and self.finished is None:
+            self.stop_cause = cause
+        await self.client.abort(self.turn_id)
+
+    async def run(self, plan: GrammarPlan) -> None:
+        """Sample to the end. Failures are kept in `error`, never raised (cancellation is)."""
+        self.plan = plan
+        try:
+            async for item in self._engine_items(plan):
+                await self._take(item)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            logger.exception("turn failed", extra={"turn_id": self.turn_id})
+            self.error = ApiError("internal_error", f"the turn failed: {error}")
+
+    # Reading the engine -------------------------------------------------------------------
+
+    async def _engine_items(self, plan: GrammarPlan) -> AsyncIterator[StreamItem]:
+        """The engine's messages for this turn, whichever API or engine process began it."""
+        request = self.request(plan)
+        if self.is_resumed:
+            has_content = self.events.has_content
+            async for item in self.client.attach(self.turn_id, abort_on_close=False):
+                if not _is_unknown(item):
+                    yield item
+                    continue
+                if has_content and not len(self.answer.token_ids):
+                    self.error = ApiError(
+                        "api_restarted",
+                        "the API process and the engine were both restarted during this turn",
+                    )
+                    return
+                break
+            else:
+                return
+            # The engine died after the API process did, or never saw the request.
+            request.resume_token_ids = bytes(self.answer.token_ids)
+        async for item in self.client.generate(request, abort_on_close=False):
+            yield item
+
+    async def _take(self, item: StreamItem) -> None:
+        match item:
+            case api.Started():
+                self._on_started(item)
+            case api.PrefillProgress():
+                fields = {"done": item.done, "total": item.total}
+                self.events.emit("turn.prefill.progress", fields)
+            case api.Tokens():
+                await self._on_tokens(item)
+            case api.Finished():
+                self._on_finished(item)
+
+    def _on_started(self, item: api.Started) -> None:
+        if self.cache is not None:
+            return
+        self.cache, self.queued_ms = item.cache, item.queued_ms
+        hello = self.client.hello
+        instance = hello.instance_id if hello is not None else ""
+        self.miss = cache_report.explain_miss(self.expected, item.cache, instance, self.records)
+        self.events.emit(
+            "turn.cache",
+            {
+                "cached_l1": item.cache.l1,
+                "cached_l2": item.cache.l2,
+                "cached_l3": item.cache.l3,
+                "to_compute": item.cache.to_compute,
+                "miss": self.miss,
+            },
+        )
+
+    async def _on_tokens(self, item: api.Tokens) -> None:
+        if not self.first_token_s:
+            self.first_token_s = time.monotonic()
+            self.events.emit("turn.in_progress", {})
+        for token_id in decode_ids(item.token_ids):
+            if self.answer.is_stopped:
+                return
+            self._emit(self.response.take(self.answer.push(token_id)))
+        if self.answer.is_stopped:
+            await self.client.abort(self.turn_id)
+
+    def _on_finished(self, item: api.Finished) -> None:
+        self.finished = item
+        if item.reason is api.FinishReason.ERROR and not self.answer.is_stopped:
+            code = known_code(item.error_code)
+            self.error = ApiError(code, item.error_message or "the engine failed this turn")
+
+    def _emit(self, events: list[WireEvent]) -> None:
+        for event_type, fields in events:
+            self.events.emit(event_type, fields)
+            if event_type == "response.output_item.done" and self._is_whole(fields["item"]):
+                self._item_ends.append(len(self.answer.token_ids))
+
+    def _is_whole(self, item: dict[str, Any]) -> bool:
+        return bool(self.response.items) and self.response.items[-1].id == item["id"]
+
+    # The end ------------------------------------------------------------------------------
+
+    def conclude(self, revision: int, now_ms: int) -> Record:
+        """Return the turn's record: committed with `revision`, or (failed, or cancelled without
+        storing its text) an uncommitted one."""
+        status, stop_reason, incomplete_reason = self._outcome()
+        is_cut = status != COMPLETED or stop_reason == "stop_sequence"
+        self._emit(self.response.take(self.answer.finish(is_cut=is_cut)))
+        is_partial = status in (INCOMPLETE, CANCELLED)
+        self._emit(self.response.finish("incomplete" if is_partial else "completed"))
+        if status == COMPLETED and stop_reason == "end_turn" and self.response.num_calls:
+            stop_reason = "tool_use"
+        is_stopped = status == CANCELLED or incomplete_reason == DEADLINE
+        kept = self.answer.kept(text_only=is_stopped)
+        items = tuple(self.response.items)
+        if is_stopped:
+            items = tuple(item for item in items if turn_view.is_text(item))
+        is_committed = status != FAILED and (self.params.store_partial or not is_stopped)
+        if not is_committed:
+            kept, items = KeptTokens(token_ids=b"", num_sampled=0, is_closed=True), ()
+        return Record(
+            id=self.turn_id,
+            revision=revision if is_committed else self.pending.base_revision,
+            input_items=self.pending.input_items,
+            input_token_ids=self.pending.input_token_ids,
+            output_items=items,
+            output_token_ids=kept.token_ids,
+            item_token_ends=self._token_ends(items, kept),
+            status=status,
+            stop_reason=stop_reason,
+            incomplete_reason=incomplete_reason,
+            error=error_object(self.error) if self.error is not None else None,
+            assistant_closed=kept.is_closed,
+            usage=self._usage(),
+            params={**self.params.to_stored(), cache_report.REPORT: self._report(kept)},
+            idempotency_key=self.pending.idempotency_key,
+            body_hash=self.pending.body_hash,
+            timings=self._timings(now_ms),
+            model_fingerprint=self.model_fingerprint,
+            page_hashes=self.finished.page_hashes if self.finished is not None else b"",
+            committed=is_committed,
+        )
+
+    def failed_record(self, now_ms: int) -> Record:
+        """Return the record of a turn that broke off: no output, not committed."""
+        assert self.error is not None
+        return Record(
+            id=self.turn_id,
+            revision=self.pending.base_revision,
+            input_items=self.pending.input_items,
+            input_token_ids=self.pending.input_token_ids,
+            status=FAILED,
+            error=error_object(self.error),
+            usage=self._usage(),
+            params=self.params.to_stored(),
+            idempotency_key=self.pending.idempotency_key,
+            body_hash=self.pending.body_hash,
+            timings=self._timings(now_ms),
+            model_fingerprint=self.model_fingerprint,
+            committed=False,
+        )
+
+    def _outcome(self) -> tuple[str, str | None, str | None]:
+        """(status, stop_reason, incomplete_reason) of the sampling, calls left out of account."""
+        if self.error is not None:
+            return FAILED, None, None
+        if self.answer.is_stopped:
+            return COMPLETED, "stop_sequence", None
+        reason = self.finished.reason if self.finished is not None else api.FinishReason.ABORTED
+        if reason is api.FinishReason.LENGTH:
+            return INCOMPLETE, None, self.params.limited_by
+        if reason is api.FinishReason.ABORTED:
+            if self.stop_cause == DEADLINE:
+                return INCOMPLETE, None, DEADLINE
+            return CANCELLED, None, None
+        return COMPLETED, "end_turn", None
+
+    def _token_ends(self, items: Sequence[Any], kept: KeptTokens) -> tuple[int, ...]:
+        """Where items end, if every one is known: input ends, then positions behind the input."""
+        ends = self.pending.item_token_ends
+        if len(ends) != len(self.pending.input_items):
+            return ()
+        if not items:
+            return ends
+        input_len, num_kept = count(self.pending.input_token_ids), count(kept.token_ids)
+        output = [input_len + min(end, num_kept) for end in self._item_ends[: len(items)]]
+        if len(output) != len(items):
+            return ()
+        output[-1] = input_len + num_kept
+        return (*ends, *output)
+
+    def _usage(self) -> TurnUsage:
+        cache = self.cache
+        return TurnUsage(
+            input_tokens=self.prompt_len,
+            output_tokens=len(self.answer.token_ids),
+            cached_l1=cache.l1 if cache is not None else None,
+            cached_l2=cache.l2 if cache is not None else None,
+            cached_l3=cache.l3 if cache is not None else None,
+            computed=cache.to_compute if cache is not None else None,
+        )
+
+    def _timings(self, now_ms: int) -> TurnTimings:
+        ttft_s = self.first_token_s - self.started_s if self.first_token_s else None
+        return TurnTimings(
+            created_at_ms=self.pending.created_at_ms,
+            finished_at_ms=now_ms,
+            queued_ms=self.queued_ms,
+            ttft_ms=round(ttft_s * 1000, 3) if ttft_s is not None else None,
+        )
+
+    def _report(self, kept: KeptTokens) -> dict[str, Any]:
+        """What later turns and `explain` want to know of this one."""
+        hello = self.client.hello
+        fallbacks = self.plan.fallbacks if self.plan is not None else ()
+        return {
+            "reusable": self._reusable(kept),
+            "engine_instance": hello.instance_id if hello is not None else "",
+            "expected": self.expected.tokens,
+            "miss": self.miss,
+            "committed_tokens": count(kept.token_ids),
+            "grammar_fallback": [
+                {"tool": f.tool, "reason": f.reason, "path": f.path} for f in fallbacks
+            ],
+            "invalid_calls": self.response.invalid_calls,
+            "problems": self.response.problems,
+        }
+
+
+    def _reusable(self, kept: KeptTokens) -> int:
+        """Tokens of the history, this turn's included, whose KV this turn leaves behind."""
+        num_sampled = len(self.answer.token_ids)
+        if not num_sampled:  # stopped before its first token: maybe in mid-prefill
+            return self.finished.num_cached_tokens if self.finished is not None else 0
+        # The last token sampled is in the history, but nothing ever computed its KV.
+        return self.prompt_len + min(kept.num_sampled, num_sampled - 1)
+
+
+def _is_unknown(item: StreamItem) -> bool:
+    return isinstance(item, api.Finished) and item.error_code == "unknown_request"
+
