@@ -83,7 +83,7 @@ def mla_decode_kernel(
             acc = acc * alpha[:, None]
             acc = tl.dot(p.to(k_d.dtype), k_d, acc)
             m_i = m_new
-        inv = tl.where(l_i > 0.0, 1.0 / l_i, 0.0)
+        inv = 1.0 / tl.where(l_i > 0.0, l_i, 1.0)  # no KV: acc is zero anyway
         acc = acc * inv[:, None]
         if (stop - tile) == num_tiles:
             o = (b.to(tl.int64) * ROWS + rows) * D
@@ -94,7 +94,7 @@ def mla_decode_kernel(
             )
         else:
             slot = (part + b).to(tl.int64)
-            lse = tl.where(l_i > 0.0, m_i + tl.log2(l_i), float("-inf"))
+            lse = tl.where(l_i > 0.0, m_i + tl.log2(tl.where(l_i > 0.0, l_i, 1.0)), float("-inf"))
             o = (slot * ROWS_PAD + rows) * D
             tl.store(partial_out + o[:, None] + d[None, :], acc, mask=in_rows[:, None])
             tl.store(partial_lse + slot * ROWS_PAD + rows, lse, mask=in_rows)

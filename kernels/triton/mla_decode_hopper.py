@@ -177,7 +177,7 @@ def _consume(
             mbarrier.arrive(kv_empty.index(stage), count=1)
             step += 1
         mbarrier.arrive(q_empty, count=1)
-        inv = gl.where(l_i > 0.0, 1.0 / l_i, 0.0)
+        inv = 1.0 / gl.where(l_i > 0.0, l_i, 1.0)  # no KV: acc is zero anyway
         inv_o = gl.convert_layout(inv, gl.SliceLayout(1, o_layout))
         acc = acc * inv_o[:, None]
         keep = (o_rows < ROWS)[:, None]

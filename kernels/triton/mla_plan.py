@@ -96,7 +96,7 @@ def mla_merge_kernel(
         top = tl.max(lse, axis=0)
         top = tl.where(top == float("-inf"), 0.0, top)
         norm = tl.sum(tl.exp2(lse - top), axis=0)
-        inv = tl.where(norm > 0.0, 1.0 / norm, 0.0)
+        inv = 1.0 / tl.where(norm > 0.0, norm, 1.0)  # no KV: the sum is zero anyway
         d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_D], tl.float32)
         for p0 in range(0, num, BLOCK_P):

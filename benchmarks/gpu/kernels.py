@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks and times every GPU kernel family; prints JSON lines. Does not know: the engine.
+
+    python -m benchmarks.gpu.kernels [--only mla,moe] [--out FILE] [--sweep]
+
+Each line carries the floor beside the figure. A failed check ends the run with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from benchmarks.gpu import mla_bench, moe_bench
+from benchmarks.gpu.timing import ceilings
+from kernels.triton.moe import GemmTile, MoeTiles
+
+
+def _mla(sweep: bool) -> Iterator[dict[str, Any]]:
+    for kernel in mla_bench.KERNELS:
+        yield from mla_bench.check(kernel)
+    yield mla_bench.bench_plan()
+    yield from mla_bench.bench("gluon_hopper", mla_bench.SHAPES)
+    if sweep:
+        some = [s for s in mla_bench.SHAPES if s[0] in (1, 16) and s[2] == 16]
+        yield from mla_bench.bench("triton", some)
+
+
+def _moe(sweep: bool) -> Iterator[dict[str, Any]]:
+    for fmt in ("nvfp4", "mxfp4", "mxint4"):
+        yield from moe_bench.check(fmt, [1, 3, 16, 64, 301] if fmt == "nvfp4" else [2, 33])
+    copies = [moe_bench.make_weights("nvfp4") for _ in range(4)]
+    for num_tokens in (1, 2, 4, 8, 16, 32, 64, 256, 1024):
+        yield moe_bench.bench(copies, num_tokens, None)
+    if not sweep:
+        return
+    firsts = [(1, 4, 3), (1, 4, 4), (1, 2, 4), (1, 2, 6), (2, 2, 3), (2, 2, 4), (2, 4, 3)]
+    seconds = [(1, 2, 4), (1, 2, 6), (1, 1, 4), (1, 1, 8), (2, 2, 3), (2, 2, 4), (2, 1, 6)]
+    for num_tokens in (1, 16, 64):
+        for first, second in zip(firsts, seconds, strict=True):
+            tiles = MoeTiles(
+                tokens=16,
+                first=GemmTile(nm=first[0], kc=first[1], stages=first[2]),
+                second=GemmTile(nm=second[0], kc=second[1], stages=second[2]),
+            )
+            yield moe_bench.bench(copies, num_tokens, tiles)
+
+
+FAMILIES = {"mla": _mla, "moe": _moe}
+
+
+def main() -> int:
+    """Run the chosen families; return 1 if a check failed or a family broke."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join(FAMILIES))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    sink = args.out.open("w") if args.out else None
+    bad = 0
+
+    def emit(line: dict[str, Any]) -> None:
+        text = json.dumps(line)
+        print(text, flush=True)
+        if sink:
+            print(text, file=sink, flush=True)
+
+    emit(
+        {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            **{k: round(v, 2) for k, v in ceilings().items()},
+        }
+    )
+    for name in args.only.split(","):
+        try:
+            for line in FAMILIES[name](args.sweep):
+                emit(line)
+                error = line.get("rel_error", 0.0)
+                bad += not error < 0.01
+        except Exception:
+            traceback.print_exc()
+            bad += 1
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLA decode: check against the reference, then time beside its floor. Does not know: output files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.timing import relative_error, time_calls_us
+from kernels.mla_workspace import make_mla_workspace
+from kernels.reference.mla import mla_decode as reference
+from kernels.triton import mla
+
+LATENT, ROPE, PAGE = 512, 64, 64
+HBM_TB_S, MMA_TFLOP_S = 4.54, 769.0
+KERNELS = {"gluon_hopper": mla.decode_hopper, "triton": mla.decode_portable}
+# (batch, context, heads, query tokens)
+SHAPES = [
+    (bs, ctx, 16, q) for q in (1, 4) for ctx in (8192, 65536) for bs in (1, 4, 16, 64)
+] + [(4, 65536, 16, 8), (1, 65536, 128, 1), (16, 65536, 128, 1), (4, 65536, 128, 4)]
+
+
+def _inputs(lens: list[int], heads: int, q_len: int, copies: int, layers: int = 1) -> Any:
+    pages_per_row = [-(-n // PAGE) for n in lens]
+    total = sum(pages_per_row) * copies
+    pool = torch.randn(total, layers, PAGE, LATENT + ROPE, device="cuda", dtype=torch.bfloat16)
+    order = torch.randperm(total, device="cuda").to(torch.int32)
+    tables = torch.zeros(copies, len(lens), max(pages_per_row), dtype=torch.int32, device="cuda")
+    at = 0
+    for copy in range(copies):
+        for row, n in enumerate(pages_per_row):
+            tables[copy, row, :n] = order[at : at + n]
+            at += n
+    slots = torch.arange(len(lens), dtype=torch.int32, device="cuda")
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+    shape = (len(lens) * q_len, heads, LATENT + ROPE)
+    q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    workspace = make_mla_workspace(
+        max_rows=len(lens), num_heads=heads, q_len=q_len, device="cuda"
+    )
+    mla.plan(workspace, seq_lens)
+    return pool[:, layers - 1], tables, slots, seq_lens, q, workspace
+
+
+def check(kernel: str) -> Iterator[dict[str, Any]]:
+    """Yield one line per case: relative error against fp32."""
+    cases = [
+        ([1000], 16, 1, 1),
+        ([1, 65, 4096, 700, 63, 64], 16, 1, 2),
+        ([5, 130, 900], 16, 2, 1),
+        ([2048, 77, 1900, 64], 16, 4, 3),
+        ([300, 1000, 129], 16, 8, 1),
+        ([500, 3000], 128, 1, 1),
+        ([500, 90], 128, 4, 1),
+        ([40000], 16, 4, 1),
+        ([0, 200, 0], 16, 1, 1),
+    ]
+    for lens, heads, q_len, layers in cases:
+        pool, tables, slots, seq_lens, q, workspace = _inputs(
+            [max(n, 1) for n in lens], heads, q_len, 1, layers
+        )
+        seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        mla.plan(workspace, seq_lens)
+        workspace.partial_out.fill_(float("nan"))
+        workspace.partial_lse.fill_(float("nan"))
+        poison = torch.full((q.shape[0], heads, LATENT), float("nan"), device="cuda", dtype=q.dtype)
+        del poison
+        args = (q, pool, tables[0], slots, seq_lens, 0.1, LATENT, workspace)
+        actual = KERNELS[kernel](*args)
+        again = KERNELS[kernel](*args)
+        yield {
+            "op": "mla_decode",
+            "kernel": kernel,
+            "check": f"lens={lens} heads={heads} q={q_len}",
+            "rel_error": relative_error(actual, reference(*args)),
+            "repeatable": bool(torch.equal(actual, again)),
+        }
+
+
+def floor_us(bs: int, ctx: int, heads: int, q_len: int) -> float:
+    """The larger of KV bytes over HBM and MMA work over the tensor cores."""
+    read = bs * ctx * (LATENT + ROPE) * 2 / HBM_TB_S / 1e6
+    mma = 2 * heads * q_len * bs * ctx * (2 * LATENT + ROPE) / MMA_TFLOP_S / 1e6
+    return max(read, mma)
+
+
+def bench(kernel: str, shapes: list[tuple[int, int, int, int]]) -> Iterator[dict[str, Any]]:
+    """Yield one line per shape: us a layer, plan left out (it runs once a step)."""
+    for bs, ctx, heads, q_len in shapes:
+        kv_bytes = bs * ctx * (LATENT + ROPE) * 2
+        copies = max(2, min(32, -(-(600 << 20) // kv_bytes)))
+        pool, tables, slots, seq_lens, q, workspace = _inputs([ctx] * bs, heads, q_len, copies)
+
+        def call(
+            copy: int, pool: Any = pool, tables: Any = tables, slots: Any = slots,
+            seq_lens: Any = seq_lens, q: Any = q, workspace: Any = workspace,
+        ) -> object:
+            return KERNELS[kernel](
+                q, pool, tables[copy], slots, seq_lens, 0.07, LATENT, workspace
+            )
+
+        us = time_calls_us([lambda c=c: call(c) for c in range(copies)])
+        floor = floor_us(bs, ctx, heads, q_len)
+        yield {
+            "op": "mla_decode",
+            "kernel": kernel,
+            "bs": bs,
+            "ctx": ctx,
+            "heads": heads,
+            "q": q_len,
+            "us": round(us, 2),
+            "floor_us": round(floor, 1),
+            "of_floor": round(floor / us, 3),
+        }
+        del pool, tables, workspace
+        torch.cuda.empty_cache()
+
+
+def bench_plan() -> dict[str, Any]:
+    """Time the plan kernel at 64 rows."""
+    _, _, _, seq_lens, _, workspace = _inputs([4096] * 64, 16, 1, 1)
+    us = time_calls_us([lambda: mla.plan(workspace, seq_lens)] * 20)
+    return {"op": "mla_plan", "bs": 64, "us": round(us, 2)}

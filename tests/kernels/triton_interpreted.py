@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child process of test_triton_interpreter.py: runs one check with TRITON_INTERPRET=1, on CPU tensors.
+
+The kernels' own launch code runs unchanged; only the compiler is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from kernels.mla_workspace import make_mla_workspace
+from kernels.moe_routing import MoeRouting
+from kernels.reference import mla as reference_mla
+from kernels.reference import moe as reference_moe
+from kernels.reference.quant import quantize_w4
+from kernels.w4_layout import tile_w4, tile_w4_gate_up
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return |actual - expected| / |expected| in fp64; NaN stays NaN."""
+    difference = (actual.double() - expected.double()).norm()
+    return float(difference / expected.double().norm())
+
+
+def check_mla(seq_lens: list[int], q_len: int, heads: int, parts: int) -> None:
+    from kernels.triton import mla
+
+    torch.manual_seed(q_len * 100 + heads)
+    latent, rope, page = 32, 16, 64
+    rows = len(seq_lens)
+    most = max(1, max(-(-n // page) for n in seq_lens))
+    num_pages = rows * most + 3
+    # A page stride larger than a page, as in a pool that holds several layers.
+    pool = torch.randn(num_pages, 2, page, latent + rope)
+    order = torch.randperm(num_pages)[: rows * most].to(torch.int32)
+    page_table = torch.zeros(rows + 2, most, dtype=torch.int32)
+    slots = torch.randperm(rows + 2)[:rows].to(torch.int32)
+    page_table[slots.long()] = order.view(rows, most)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    q = torch.randn(rows * q_len, heads, latent + rope)
+    workspace = make_mla_workspace(
+        max_rows=rows + 1,
+        num_heads=heads,
+        q_len=q_len,
+        latent_dim=latent,
+        device="cpu",
+        num_processors=parts,
+    )
+    workspace.partial_out.fill_(float("nan"))
+    workspace.partial_lse.fill_(float("nan"))
+    args = (q, pool[:, 1], page_table, slots, lens, 0.2, latent, workspace)
+    mla.plan(workspace, lens)
+    error = relative_error(mla.decode_portable(*args), reference_mla.mla_decode(*args))
+    assert error < 1e-5, error
+
+
+def check_route(routing: MoeRouting, with_bias: bool) -> None:
+    from kernels.triton import moe
+
+    torch.manual_seed(routing.num_experts)
+    logits = torch.randn(5, routing.num_experts)
+    bias = torch.randn(routing.num_experts) * 0.3 if with_bias else None
+    ids, weights = moe.route(logits, bias, routing)
+    wanted_ids, wanted_weights = reference_moe.moe_route(logits, bias, routing)
+    assert torch.equal(ids, wanted_ids), (ids, wanted_ids)
+    torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-6)
+
+
+def check_moe(fmt: str, num_tokens: int, with_shared: bool) -> None:
+    from kernels.triton import moe
+
+    torch.manual_seed(num_tokens)
+    experts, hidden, inter, top_k = 6, 128, 64, 2
+    gate = quantize_w4(torch.randn(experts, inter, hidden) * 0.1, fmt)
+    up = quantize_w4(torch.randn(experts, inter, hidden) * 0.3, fmt)
+    down = quantize_w4(torch.randn(experts, hidden, inter) * 0.1, fmt)
+    gate_up_tiled, down_tiled = tile_w4_gate_up(gate, up), tile_w4(down)
+    x = torch.randn(num_tokens, hidden)
+    # Uneven load: one expert gets more pairs than one item holds, some get none.
+    ids = torch.stack((torch.zeros(num_tokens), 2 + torch.arange(num_tokens) % 3), dim=1)
+    ids = ids.to(torch.int32)
+    weights = torch.rand(num_tokens, top_k)
+    shared = torch.randn(num_tokens, hidden) if with_shared else None
+    args = (x, ids, weights, gate_up_tiled, down_tiled, shared)
+    tiles = moe.tiles_for(1, top_k, experts)
+    error = relative_error(moe.run_moe_w4(*args, tiles), reference_moe.moe_w4(*args))
+    assert error < 1e-5, error
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "mla_one_row_split": lambda: check_mla([300], 1, 4, 4),
+    "mla_ragged_and_empty_rows": lambda: check_mla([1, 0, 129, 64, 200], 1, 16, 3),
+    "mla_folds_query_tokens": lambda: check_mla([70, 256, 3], 3, 4, 4),
+    "mla_more_rows_than_a_tile": lambda: check_mla([130, 66], 5, 16, 6),
+    "mla_more_parts_than_tiles": lambda: check_mla([64, 10], 2, 4, 32),
+    "route_softmax": lambda: check_route(MoeRouting(num_experts=64, top_k=6), False),
+    "route_grouped_sigmoid_with_bias": lambda: check_route(
+        MoeRouting(
+            num_experts=32,
+            top_k=4,
+            score="sigmoid",
+            num_groups=4,
+            groups_kept=2,
+            group_score="top2",
+            renormalise=True,
+            scale=2.5,
+        ),
+        True,
+    ),
+    "route_grouped_softmax": lambda: check_route(
+        MoeRouting(num_experts=16, top_k=3, num_groups=4, groups_kept=3), False
+    ),
+    "moe_nvfp4_one_token": lambda: check_moe("nvfp4", 1, False),
+    "moe_nvfp4_sorted_tokens": lambda: check_moe("nvfp4", 19, True),
+    "moe_mxfp4": lambda: check_moe("mxfp4", 5, False),
+    "moe_mxint4": lambda: check_moe("mxint4", 5, True),
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        CHECKS[name]()
+        print("ok", name, flush=True)
