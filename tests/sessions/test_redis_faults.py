@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Redis store when the server dies, hangs, is full, wants a password or forgets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from sessions.config import SessionsConfig
+from sessions.errors import SessionsConfigError, StoreFull, StoreSchemaTooNew, StoreUnavailable
+from sessions.redis_store import RedisSessionStore
+from sessions.session import Session
+from sessions.turn_log import Record
+from tests.contracts.session_store import StoreHarness
+from tests.fakes.killed_writer import acknowledged_until_killed
+from tests.fakes.redis_server import RedisServer
+from tests.fakes.session_turns import NOW_MS, fresh_session, outcome, pending, run_turn
+
+pytestmark = pytest.mark.redis
+
+StartServer = Callable[..., RedisServer]
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    servers: list[RedisServer] = []
+
+    def start(*options: str) -> RedisServer:
+        server = RedisServer(tmp_path, *options)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+def config_for(server: RedisServer, url: str = "") -> SessionsConfig:
+    return SessionsConfig(store="redis", redis_url=url or server.url, store_timeout_ms=2_000)
+
+
+@pytest.fixture
+def server(start_server: StartServer) -> RedisServer:
+    return start_server()
+
+
+@pytest.fixture
+def harness(server: RedisServer) -> Iterator[StoreHarness]:
+    harness = StoreHarness(lambda: RedisSessionStore(config_for(server)))
+    yield harness
+    harness.close()
+
+
+def make(harness: StoreHarness) -> Session:
+    session, records = fresh_session()
+    return harness.run(harness.store.create(session, records))
+
+
+def test_every_turn_acknowledged_to_a_killed_writer_is_there(
+    server: RedisServer, harness: StoreHarness
+) -> None:
+    for seed in range(3):
+        session_id, turn_ids = acknowledged_until_killed(config_for(server), seed)
+        session = harness.run(harness.store.get(session_id))
+        log = harness.run(harness.store.read_log(session))
+        stored = [record.id for record in log.records[1:]]
+        assert stored[: len(turn_ids)] == turn_ids
+        assert session.revision == len(stored)
+        assert session.num_tokens == log.num_tokens
+
+
+def test_a_killed_server_is_said_and_loses_no_acknowledged_turn(
+    server: RedisServer, harness: StoreHarness
+) -> None:
+    made = [make(harness) for _ in range(4)]
+    acknowledged: dict[str, list[str]] = {session.id: [] for session in made}
+
+    async def write(session: Session) -> None:
+        while True:
+            session, record = await run_turn(harness.store, session)
+            acknowledged[session.id].append(record.id)
+
+    async def write_until_killed() -> list[BaseException | None]:
+        async def kill() -> None:
+            while sum(map(len, acknowledged.values())) < 40:
+                await asyncio.sleep(0.005)
+            server.kill()
+
+        work = [write(session) for session in made]
+        return await asyncio.gather(*work, kill(), return_exceptions=True)
+
+    *failures, killer = harness.run(write_until_killed())
+    assert killer is None
+    assert all(isinstance(failure, StoreUnavailable) for failure in failures), failures
+    health = harness.run(harness.store.health())
+    assert not health.ok and "Redis" in health.detail
+    server.start()
+    for session_id, turn_ids in acknowledged.items():
+        session = harness.run(harness.store.get(session_id))
+        log = harness.run(harness.another().read_log(session))
+        assert [record.id for record in log.records[1 : len(turn_ids) + 1]] == turn_ids
+        assert session.revision == len(log.records) - 1
+    assert harness.run(harness.store.health()).ok
+
+
+def test_a_commit_with_unknown_outcome_can_be_repeated(
+    server: RedisServer, harness: StoreHarness
+) -> None:
+    session = make(harness)
+    turn = pending(session)
+    claim = harness.run(harness.store.begin_turn(session.begin_turn(turn, NOW_MS), turn))
+    record: Record = outcome(turn)
+    committed = claim.session.commit_turn(record, NOW_MS)
+    server.pause()
+    with pytest.raises(StoreUnavailable):
+        harness.run(harness.store.commit_turn(committed, record))
+    server.resume()
+    stored = harness.run(harness.store.commit_turn(committed, record))
+    assert stored.revision == 1
+    log = harness.run(harness.another().read_log(stored))
+    assert [entry.id for entry in log.records[1:]] == [turn.id]
+
+
+def test_no_server_at_start_is_one_clear_error(server: RedisServer) -> None:
+    server.kill()
+    store = RedisSessionStore(config_for(server))
+    with pytest.raises(StoreUnavailable, match="Redis: "):
+        asyncio.run(store.open())
+
+
+def test_a_bad_url_is_refused_with_its_path() -> None:
+    store = RedisSessionStore(SessionsConfig(store="redis", redis_url="redis://host:notaport"))
+    with pytest.raises(SessionsConfigError) as caught:
+        asyncio.run(store.open())
+    assert caught.value.param == "sessions.redis_url"
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        (("--appendonly", "no"), "appendonly is 'no'"),
+        (("--appendonly", "yes", "--appendfsync", "everysec"), "appendfsync is 'everysec'"),
+        (("--maxmemory-policy", "allkeys-lru"), "maxmemory-policy is 'allkeys-lru'"),
+    ],
+)
+def test_a_server_less_durable_than_promised_is_warned_about(
+    start_server: StartServer,
+    caplog: pytest.LogCaptureFixture,
+    options: tuple[str, ...],
+    warning: str,
+) -> None:
+    server = start_server(*options)
+    harness = StoreHarness(lambda: RedisSessionStore(config_for(server)))
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert any(warning in message for message in warned)
+    assert any(warning in text for text in harness.run(harness.store.health()).warnings)
+    harness.close()
+
+
+def test_a_durable_server_is_not_warned_about(
+    harness: StoreHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+    assert harness.run(harness.store.health()).warnings == ()
+
+
+def test_the_url_carries_the_password_and_no_error_shows_it(start_server: StartServer) -> None:
+    server = start_server("--appendonly", "yes", "--requirepass", "s3cret")
+    good = StoreHarness(
+        lambda: RedisSessionStore(config_for(server, f"unix://:s3cret@{server.socket_path}"))
+    )
+    assert good.run(good.store.health()).ok
+    good.close()
+    for url in (server.url, f"unix://:wr0ng@{server.socket_path}"):
+        with pytest.raises(StoreUnavailable) as caught:
+            asyncio.run(RedisSessionStore(config_for(server, url)).open())
+        assert "wr0ng" not in str(caught.value)
+
+
+def test_a_full_server_says_so_and_goes_on_reading(start_server: StartServer) -> None:
+    server = start_server("--appendonly", "yes", "--maxmemory", "4mb")
+    harness = StoreHarness(lambda: RedisSessionStore(config_for(server)))
+    session = make(harness)
+    with pytest.raises(StoreFull, match="memory or disk is full"):
+        for _ in range(500):
+            session, _ = harness.run(
+                run_turn(harness.store, session, token_ids=tuple(range(20_000)))
+            )
+    stored = harness.run(harness.store.get(session.id))
+    assert harness.run(harness.store.read_log(stored)).num_tokens == stored.num_tokens
+    assert harness.run(harness.store.delete(stored.id)) is True
+    harness.run(run_turn(harness.store, make(harness)))
+    harness.close()
+
+
+def test_data_of_a_later_moorage_is_left_alone(server: RedisServer, harness: StoreHarness) -> None:
+    async def write_schema() -> None:
+        client = redis.asyncio.Redis.from_url(server.url)
+        await client.set("moorage:schema", 99)
+        await client.aclose()
+
+    harness.run(write_schema())
+    with pytest.raises(StoreSchemaTooNew, match="schema 99"):
+        harness.another()
