@@ -24,6 +24,7 @@ from engine.weights.gguf_weights import GgufWeights
 from engine.weights.hf import HfWeights
 from engine.weights.reader import RandomWeights, WeightReader
 from engine.weights.source import ModelKind, ModelSource, resolve_model
+from kernels.registry import REGISTRY, Priority
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _KIND_OF_FORMAT = {"gguf": ModelKind.GGUF, "safetensors": ModelKind.HF}
@@ -77,17 +78,48 @@ def load_model(config: EngineConfig) -> LoadedModel:
 def choose_precision(config: EngineConfig, source: ModelSource) -> tuple[str, bool]:
     """(dtype name, whether weights stay in their low-bit blocks) after resolving `auto`.
 
+    `auto` is bfloat16 with packed weights where a compiled kernel runs the whole decoder, else
+    float32 with dequantised weights: the plain kernels would expand blocks at every step.
+
     Raises:
-        ConfigError: packed weights are asked of a checkpoint that has none.
+        ConfigError: a setting does not go with the checkpoint or with `deterministic`.
     """
-    dtype_name = "float32" if config.dtype == "auto" else config.dtype
-    if config.weights == "packed" and source.kind is not ModelKind.GGUF:
+    has_blocks = source.kind is ModelKind.GGUF and config.load_format != "dummy"
+    if config.weights == "packed" and not has_blocks:
         raise ConfigError(
             "engine.weights",
             config.weights,
             f"auto | dequantized, as {source.path} is no GGUF file",
         )
-    return dtype_name, config.weights == "packed"
+    if config.deterministic:
+        return _deterministic_precision(config)
+    is_fast = has_compiled_decoder()
+    dtype_name = config.dtype
+    if dtype_name == "auto":
+        dtype_name = "bfloat16" if is_fast else "float32"
+    keep_packed = config.weights == "packed"
+    if config.weights == "auto":
+        keep_packed = has_blocks and is_fast and dtype_name == "bfloat16"
+    return dtype_name, keep_packed
+
+
+def has_compiled_decoder() -> bool:
+    """Whether a kernel better than plain torch is registered for whole decoders on this CPU."""
+    return any(
+        spec.device in ("cpu", "any") and spec.priority > Priority.REFERENCE
+        for spec in REGISTRY.specs("llama_forward")
+    )
+
+
+def _deterministic_precision(config: EngineConfig) -> tuple[str, bool]:
+    """fp32 throughout: low-precision paths differ with the number of tokens in a step."""
+    if config.dtype == "bfloat16":
+        raise ConfigError("engine.dtype", config.dtype, "float32 where engine.deterministic is set")
+    if config.weights == "packed":
+        raise ConfigError(
+            "engine.weights", config.weights, "dequantized where engine.deterministic is set"
+        )
+    return "float32", False
 
 
 def _open(source: ModelSource, is_dummy: bool) -> tuple[DecoderConfig, WeightReader]:

@@ -7,6 +7,7 @@ Does not know: requests, scheduling, sampling. One worker thread may call `forwa
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
 import os
 import time
@@ -16,8 +17,9 @@ import torch
 from engine.config import EngineConfig
 from engine.execution.batch import ForwardBatch
 from engine.execution.memory import free_host_bytes
-from engine.execution.model_loading import LoadedModel, load_model
+from engine.execution.model_loading import LoadedModel, has_compiled_decoder, load_model
 from engine.models.llama import LlamaForCausalLM
+from kernels.errors import KernelInputError
 from kernels.llama_stack import PagedRows
 from kernels.ops.page_copy import copy_pages
 from kvtiers.config import DevicePoolConfig
@@ -25,6 +27,8 @@ from kvtiers.device_pool import DevicePool, count_pages
 from kvtiers.layout import PageLayout
 
 logger = logging.getLogger(__name__)
+
+_WARM_UP_TOKENS = 32  # beyond what kernels take for a decode step
 
 
 class PagedModelRunner:
@@ -79,11 +83,36 @@ class PagedModelRunner:
                 self._resolved_ids(batch), rows, self._pool.kv, batch.sample_rows
             )
 
+    def warm_up(self) -> None:
+        """Run a small and a large step, so that weights are repacked before the first request."""
+        num_positions = min(_WARM_UP_TOKENS, self.page_size, self.max_context_len)
+        for num_tokens in (1, num_positions):
+            positions = torch.arange(num_tokens, dtype=torch.int32)
+            one = torch.tensor([num_tokens], dtype=torch.int32)
+            zero = torch.zeros(1, dtype=torch.int32)
+            rows = PagedRows(
+                positions=positions,
+                slot_mapping=positions,  # page 0
+                row_indptr=torch.cat((zero, one)),
+                row_slots=zero,
+                seq_lens=one,
+                page_table=zero[None],
+                page_size=self.page_size,
+            )
+            with torch.inference_mode():
+                self._model.forward(torch.zeros_like(positions), rows, self._pool.kv, zero)
+        self._pool.kv[0].zero_()
+
     def _resolved_ids(self, batch: ForwardBatch) -> torch.Tensor:
         """input_ids with every -1 replaced by the id last sampled in the row's slot."""
-        is_pending = batch.input_ids < 0
-        if not bool(is_pending.any()):
+        if batch.input_ids.shape[0] == 0:
             return batch.input_ids
+        lowest, highest = batch.input_ids.aminmax()
+        if int(highest) >= self.vocab_size:
+            raise KernelInputError("input_ids", int(highest), f"below {self.vocab_size}")
+        if int(lowest) >= 0:
+            return batch.input_ids
+        is_pending = batch.input_ids < 0
         row_lens = batch.row_indptr.diff()
         token_slots = batch.row_slots.repeat_interleave(row_lens).long()
         return torch.where(is_pending, self.next_input_ids[token_slots], batch.input_ids)
@@ -98,7 +127,7 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner:
         PoolTooSmallError: memory does not hold one request of `max_context_len` tokens.
     """
     started = time.monotonic()
-    torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    use_threads(config.num_threads or len(os.sched_getaffinity(0)))
     loaded = load_model(config)
     model = loaded.model
     layout = PageLayout(
@@ -121,6 +150,7 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner:
         max_context_len=loaded.max_context_len,
         model_fingerprint=_fingerprint(loaded, layout),
     )
+    runner.warm_up()
     logger.info(
         "model ready: %s dtype=%s weights=%s kv_pages=%d page_size=%d load_s=%.2f",
         loaded.source_name,
@@ -131,6 +161,14 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner:
         time.monotonic() - started,
     )
     return runner
+
+
+def use_threads(num_threads: int) -> None:
+    """Set the compute threads of torch and, where it is there, of the compiled extension."""
+    torch.set_num_threads(num_threads)
+    if has_compiled_decoder():
+        kernels_cpu = importlib.import_module("kernels.cpu")
+        kernels_cpu.set_num_threads(num_threads)
 
 
 def _fingerprint(loaded: LoadedModel, layout: PageLayout) -> str:
