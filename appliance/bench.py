@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -20,15 +21,14 @@ from typing import Any
 import httpx
 
 # Words that byte-pair vocabularies hold whole, so a count of words is close to one of tokens.
-WORDS = (
-    "the of and to in is that for it as was with be by on not he his but at are this have from "
-    "or had an they which one you were all her she there would their we him been has when who "
-    "will no more if out so up said what its about than into them can only other time new some "
-    "could these two may first then do any like my now over such our man me even most made after "
-    "also did many off before must well back through years much where your way down should "
-    "because long each just state those people too mr how little good world make very year still "
-    "see work life being under day between never same another while last might us great old"
-).split()
+_TEXT = """the of and to in is that for it as was with be by on not he his but at are this have
+from or had an they which one you were all her she there would their we him been has when who will
+no more if out so up said what its about than into them can only other time new some could these
+two may first then do any like my now over such our man me even most made after also did many off
+before must well back through years much where your way down should because long each just state
+those people too how little good world make very year still see work life being under day between
+never same another while last might us great old"""
+WORDS = re.findall(r"[a-z]+", _TEXT)
 APIS = ("session", "chat", "completions")
 
 
@@ -106,7 +106,9 @@ class SessionDriver:
         system = words(random.Random(params.seed), params.system)
         private = random.Random(f"{params.seed}/{self.number}")
         if params.api == "session":
-            reply = await self._post("/v1/sessions", {"model": params.model, "instructions": system})
+            reply = await self._post(
+                "/v1/sessions", {"model": params.model, "instructions": system}
+            )
             self.session_id = reply["id"]
         self.messages = [{"role": "system", "content": system}]
         self.prompt = system

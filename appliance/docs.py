@@ -38,7 +38,12 @@ def _config_section(path: str, cls: type[Any]) -> list[str]:
     docs = _field_docs(cls)
     nested: list[str] = []
     intro = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-    lines = [f"## [{path}]\n", f"{intro}\n", "| setting | type | default | meaning |", "|---|---|---|---|"]
+    lines = [
+        f"## [{path}]\n",
+        f"{intro}\n",
+        "| setting | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
     for field in dataclasses.fields(cls):
         hint = _type_of(cls, field.name)
         if dataclasses.is_dataclass(hint):
@@ -73,9 +78,9 @@ def _type_of(cls: type[Any], name: str) -> Any:
 def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " \\| ".join(map(str, typing.get_args(hint)))
-    return re.sub(r"\b\w+\.", "", getattr(hint, "__name__", "") if isinstance(hint, type) else "") or str(
-        hint
-    ).replace("|", "\\|")
+    return re.sub(
+        r"\b\w+\.", "", getattr(hint, "__name__", "") if isinstance(hint, type) else ""
+    ) or str(hint).replace("|", "\\|")
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
@@ -87,7 +92,11 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
     body = typing.cast(ast.ClassDef, tree.body[0]).body
     for statement, after in zip(body, body[1:], strict=False):
         is_doc = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and is_doc:
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and is_doc
+        ):
             text = str(typing.cast(ast.Constant, typing.cast(ast.Expr, after).value).value)
             docs[statement.target.id] = " ".join(text.split())
     return docs

@@ -69,7 +69,7 @@ class Generation:
                     case _:
                         pass
         finally:
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
         events = self.answer.finish(is_cut=self.finish_reason == "length")
         self._note(events)
         if self.answer.has_calls and self.finish_reason == "stop":
@@ -87,9 +87,7 @@ class Generation:
             events += self.answer.push(token_id)
             taken += 1
         self._note(events)
-        return Step(
-            token_ids=ids[:taken], events=events, logprobs=(item.logprobs or ())[:taken]
-        )
+        return Step(token_ids=ids[:taken], events=events, logprobs=(item.logprobs or ())[:taken])
 
     def _note(self, events: list[parsed.Event]) -> None:
         self.problems += [e for e in events if isinstance(e, parsed.ParseProblem)]

@@ -63,7 +63,7 @@ class RestartPolicy:
         if len(self._restarts) >= self.max_restarts:
             return None
         self._restarts.append(now_s)
-        return min(FIRST_BACKOFF_S * 4 ** (len(self._restarts) - 1), MAX_BACKOFF_S)
+        return min(FIRST_BACKOFF_S * 4.0 ** (len(self._restarts) - 1), MAX_BACKOFF_S)
 
 
 def describe_exit(code: int) -> str:

@@ -229,7 +229,9 @@ class PromptRenderer:
                     ResultText(
                         call_id=item.call_id,
                         name=call_names.get(item.call_id, ""),
-                        output=item.text if item.status == "completed" or item.text else item.status,
+                        output=item.text
+                        if item.status == "completed" or item.text
+                        else item.status,
                     )
                     for item in items
                     if isinstance(item, FunctionCallOutput)
@@ -313,4 +315,3 @@ def _kind(item: Item) -> str:
     if isinstance(item, FunctionCallOutput):
         return "results"
     return "compaction" if isinstance(item, Compaction) else "assistant"
-

@@ -105,7 +105,9 @@ class ResponseEvents:
         assert opened is not None
         opened.chunks.append(text)
         name = "reasoning_text" if kind == "reasoning" else "output_text"
-        out.append((f"response.{name}.delta", {**_where(opened), "content_index": 0, "delta": text}))
+        out.append(
+            (f"response.{name}.delta", {**_where(opened), "content_index": 0, "delta": text})
+        )
 
     def _begin(self, kind: str, out: list[WireEvent]) -> None:
         item_id = derived_id("item", self.turn_id, self._num_items)
@@ -118,7 +120,10 @@ class ResponseEvents:
         if kind == "message":
             part = {"type": "output_text", "text": "", "annotations": []}
             out.append(
-                ("response.content_part.added", {**_where(self._open), "content_index": 0, "part": part})
+                (
+                    "response.content_part.added",
+                    {**_where(self._open), "content_index": 0, "part": part},
+                )
             )
 
     def _call_start(self, event: parsed.ToolCallStart, out: list[WireEvent]) -> None:

@@ -86,12 +86,14 @@ class SessionService:
 
     async def list(self, query: ListQuery) -> dict[str, Any]:
         """Return one page, newest first."""
-        page = await self._services.store.list(query)
+        page = await self._services.store.list_sessions(query)
         data = [turn_view.session_wire(session) for session in page.sessions]
         return page_wire(data, page.has_more)
 
-    async def update(self, tenant: str | None, session_id: str, body: SessionUpdate) -> dict[str, Any]:
-        """Change mutable fields; `x_invalidated_tokens` says what new instructions or tools cost."""
+    async def update(
+        self, tenant: str | None, session_id: str, body: SessionUpdate
+    ) -> dict[str, Any]:
+        """Change mutable fields; `x_invalidated_tokens` says what a new head costs."""
         refuse_unsupported(body)
         changes = self._changes(body)
 
@@ -146,7 +148,9 @@ class SessionService:
         stored = await services.store.create_many(children)
         return {"object": "list", "data": [turn_view.session_wire(child) for child in stored]}
 
-    async def append(self, tenant: str | None, session_id: str, body: ItemsAppend) -> dict[str, Any]:
+    async def append(
+        self, tenant: str | None, session_id: str, body: ItemsAppend
+    ) -> dict[str, Any]:
         """Append items without generating."""
         refuse_unsupported(body)
 
@@ -172,7 +176,13 @@ class SessionService:
         return await self._racing(once)
 
     async def items(
-        self, tenant: str | None, session_id: str, *, after: str | None, limit: int, newest_first: bool
+        self,
+        tenant: str | None,
+        session_id: str,
+        *,
+        after: str | None,
+        limit: int,
+        newest_first: bool,
     ) -> dict[str, Any]:
         """Return a page of the transcript. Raises ItemNotFound for an unknown `after`."""
         log = await self._log(tenant, session_id)

@@ -29,9 +29,11 @@ logger = logging.getLogger(__name__)
 
 LISTEN_BACKLOG = 1024
 POLL_S = 0.1
+EXIT_REFUSED = 1  # configuration or model is wrong
 KILL_AFTER_S = 5.0
 STATE_FILE = "state.json"
 CONFIG_FILE = "config.json"
+ENGINE_CONFIG_FILE = "engine.json"
 ADMIN_KEY_FILE = "admin.key"
 
 
@@ -141,11 +143,14 @@ class Supervisor:
         key_path.write_text(secrets.token_urlsafe(24))
         self._started_s = time.monotonic()
         fd = self._listener.fileno()
-        config_args = ["--config", str(config_path)]
+        engine_path = server.run_dir / ENGINE_CONFIG_FILE
+        engine_path.write_bytes(self.config.engine.to_json())
+        engine_args = ["--config-json", str(engine_path), "--log-level", server.log_level]
+        api_args = ["--config", str(config_path), "--fd", str(fd)]
         # Both at once: the API process loads its tokenizer while the engine loads its weights.
         for name, module, args, fds in (
-            ("engine", "appliance.engine_main", config_args, ()),
-            ("api", "appliance.api_main", [*config_args, "--fd", str(fd)], (fd,)),
+            ("engine", "engine.process", engine_args, ()),
+            ("api", "appliance.api_main", api_args, (fd,)),
         ):
             child = Child(name, module, args, RestartPolicy(server.max_restarts), fds)
             self._children.append(child)
@@ -172,7 +177,11 @@ class Supervisor:
         now_s = time.monotonic()
         if child.process is not None and child.process.poll() is not None:
             how = describe_exit(child.process.returncode)
+            is_refusal = child.process.returncode == EXIT_REFUSED and not self._ready
             child.process = None
+            if is_refusal:  # it said why; starting it again would only say it again
+                logger.error("%s process refused to start", child.name)
+                return False
             delay_s = child.policy.next_delay_s(now_s)
             if delay_s is None:
                 logger.error("%s process ended (%s) too often; giving up", child.name, how)

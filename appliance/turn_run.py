@@ -325,7 +325,6 @@ class TurnRun:
             "problems": self.response.problems,
         }
 
-
     def _reusable(self, kept: KeptTokens) -> int:
         """Tokens of the history, this turn's included, whose KV this turn leaves behind."""
         num_sampled = len(self.answer.token_ids)
@@ -337,4 +336,3 @@ class TurnRun:
 
 def _is_unknown(item: StreamItem) -> bool:
     return isinstance(item, api.Finished) and item.error_code == "unknown_request"
-

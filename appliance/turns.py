@@ -122,9 +122,7 @@ class TurnService:
     async def _find_by_key(self, ask: Ask) -> str | None:
         if ask.idempotency_key is None:
             return None
-        match = await self._core.store.find_key(
-            ask.session_id, ask.idempotency_key, ask.body_hash
-        )
+        match = await self._core.store.find_key(ask.session_id, ask.idempotency_key, ask.body_hash)
         if match is None:
             return None
         if not match.same_body:

@@ -53,8 +53,8 @@ async def cache_top(
 ) -> Any:
     """Return the sessions with the most tokens resident, the recently made ones looked at."""
     services = context.services
-    page = await services.store.list(ListQuery(limit=MAX_TOP_SESSIONS))
-    rows = []
+    page = await services.store.list_sessions(ListQuery(limit=MAX_TOP_SESSIONS))
+    rows: list[dict[str, Any]] = []
     for session in page.sessions:
         token_ids = await services.store.read_tokens(session)
         hit = await services.client.query_prefix(token_ids, salt=services.salt_of(session.tenant))

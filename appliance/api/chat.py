@@ -132,9 +132,9 @@ class _Chat:
         tokenizer = self.run.answer.tokenizer
         async for step in self.run.steps():
             token_ids += step.token_ids
-            logprobs += chat_logprobs(tokenizer, step.token_ids, step.logprobs) if (
-                step.logprobs
-            ) else []
+            logprobs += (
+                chat_logprobs(tokenizer, step.token_ids, step.logprobs) if (step.logprobs) else []
+            )
             for event in step.events:
                 match event:
                     case parsed.TextDelta():
@@ -204,9 +204,7 @@ class _Chat:
             choice["token_ids"] = token_ids
         return choice
 
-    def _chunk(
-        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None
-    ) -> bytes:
+    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
         chunk = {**self._envelope("chat.completion.chunk"), "choices": choices}
         options = self.body.stream_options
         if usage is None and options is not None and options.continuous_usage_stats:
@@ -244,7 +242,9 @@ def _delta_of(event: parsed.Event) -> list[dict[str, Any]]:
         case parsed.ReasoningDelta():
             return [{"reasoning_content": event.text}]
         case parsed.ToolCallStart():
-            return [{"tool_calls": [{"index": event.index, **_call(event.call_id, event.name, "")}]}]
+            return [
+                {"tool_calls": [{"index": event.index, **_call(event.call_id, event.name, "")}]}
+            ]
         case parsed.ToolCallArgs():
             part = {"index": event.index, "function": {"arguments": event.delta}}
             return [{"tool_calls": [part]}]

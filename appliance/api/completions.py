@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ async def completions(
         return JSONResponse({}, status_code=499)
 
 
-def prompt_ids(prompt: str | Sequence[Any], services: Services) -> bytes:
+def prompt_ids(prompt: Any, services: Services) -> bytes:
     """Return the prompt as ids. Raises: ApiError for several prompts, or ids out of range."""
     if isinstance(prompt, str):
         ids = services.renderer.encode_prompt(prompt)
@@ -198,4 +198,3 @@ class _Completion:
 
 def _text_of(step: Step) -> str:
     return "".join(e.text for e in step.events if isinstance(e, parsed.TextDelta))
-

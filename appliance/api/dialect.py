@@ -199,7 +199,9 @@ def _content_text(content: Any, path: str) -> str:
         text = part.get("refusal" if kind == "refusal" else "text") if kind else None
         if kind not in ("text", "input_text", "output_text", "refusal"):
             raise ApiError(
-                "unsupported_parameter", f"{where}.type: only text is supported; got {kind!r}", where
+                "unsupported_parameter",
+                f"{where}.type: only text is supported; got {kind!r}",
+                where,
             )
         if not isinstance(text, str):
             raise ApiError("invalid_type", f"{where}.text: must be a string", f"{where}.text")

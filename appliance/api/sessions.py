@@ -81,9 +81,7 @@ async def close_session(
 
 
 @router.post("/{session_id}/items")
-async def append_items(
-    session_id: str, body: ItemsAppend, context: Context, caller: Caller
-) -> Any:
+async def append_items(session_id: str, body: ItemsAppend, context: Context, caller: Caller) -> Any:
     """Append items without generating."""
     return await context.sessions.append(caller, session_id, body)
 
@@ -110,9 +108,7 @@ async def list_tokens(session_id: str, context: Context, caller: Caller) -> Any:
 
 
 @router.post("/{session_id}/fork")
-async def fork_session(
-    session_id: str, body: ForkCreate, context: Context, caller: Caller
-) -> Any:
+async def fork_session(session_id: str, body: ForkCreate, context: Context, caller: Caller) -> Any:
     """Fork at a turn, an item or the head into n sessions that share the history so far."""
     return await context.sessions.fork(caller, session_id, body)
 

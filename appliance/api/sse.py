@@ -16,7 +16,7 @@ from appliance.errors import ApiError
 
 # A stream ends when its turn does; uvicorn's graceful timeout bounds the wait at shutdown.
 # Otherwise the library cuts every stream the moment SIGTERM arrives.
-AppStatus.disable_automatic_graceful_drain()
+AppStatus.enable_automatic_graceful_drain = False
 
 DONE_FRAME = b"data: [DONE]\n\n"
 

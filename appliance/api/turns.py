@@ -102,9 +102,7 @@ def body_hash(body: TurnCreate) -> str:
     return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()
 
 
-async def _cancels_on_disconnect(
-    context: ApiContext, caller: str | None, session_id: str
-) -> bool:
+async def _cancels_on_disconnect(context: ApiContext, caller: str | None, session_id: str) -> bool:
     session = await context.services.store.get(session_id, tenant=caller)
     return session.settings.on_disconnect == "cancel"
 

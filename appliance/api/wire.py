@@ -234,9 +234,22 @@ UNSUPPORTED_COMPLETIONS: dict[str, tuple[Any, ...]] = {
 }
 # Fields that other servers or OpenAI's own backend read and that cannot change our answer.
 TOLERATED = frozenset(
-    "user safety_identifier metadata store service_tier verbosity prompt_cache_key "
-    "prompt_cache_retention reasoning_effort chat_template_kwargs thinking cache_control "
-    "request_id skip_special_tokens".split()
+    {
+        "cache_control",
+        "chat_template_kwargs",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "skip_special_tokens",
+        "store",
+        "thinking",
+        "user",
+        "verbosity",
+    }
 )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An API process in a thread of the test: the real app on a real socket, a fake engine behind it."""
+"""An API process in a thread of the test: the real app on a real socket, a fake engine behind."""
 
 from __future__ import annotations
 
