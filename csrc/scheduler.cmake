@@ -27,3 +27,39 @@ if(MOORAGE_BUILD_SCHEDULER)
   target_link_libraries(_scheduler PRIVATE moorage_scheduler)
   install(TARGETS _scheduler LIBRARY DESTINATION .)
 endif()
+
+if(MOORAGE_BUILD_TESTS)
+  enable_testing()
+  # From source where it is there, so that the sanitizers see through it.
+  if(EXISTS /usr/src/googletest/CMakeLists.txt)
+    set(INSTALL_GTEST OFF CACHE BOOL "" FORCE)
+    add_subdirectory(/usr/src/googletest googletest EXCLUDE_FROM_ALL)
+  else()
+    find_package(GTest REQUIRED)
+  endif()
+  if(MOORAGE_SANITIZE)
+    set(sanitize -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -O1)
+    target_compile_options(moorage_scheduler PUBLIC ${sanitize})
+    target_link_options(moorage_scheduler PUBLIC ${sanitize})
+  endif()
+
+  set(test_dir "${CMAKE_CURRENT_SOURCE_DIR}/../tests/csrc")
+  add_executable(scheduler_tests
+    "${test_dir}/page_pool_test.cpp"
+    "${test_dir}/radix_tree_test.cpp"
+    "${test_dir}/scheduler_test.cpp"
+    "${test_dir}/sha256_test.cpp"
+    "${test_dir}/transitions_test.cpp"
+  )
+  target_link_libraries(scheduler_tests PRIVATE moorage_scheduler GTest::gtest_main)
+  include(GoogleTest)
+  gtest_discover_tests(scheduler_tests DISCOVERY_TIMEOUT 60)
+
+  foreach(case copy_owned_pages copy_node_ref undecided_transition)
+    set(compile "${CMAKE_CXX_COMPILER}" -std=c++20 -fsyntax-only
+        -I "${CMAKE_CURRENT_SOURCE_DIR}" "${test_dir}/compile_fail/${case}.cpp")
+    add_test(NAME compile_fail.${case}.compiles_as_it_should COMMAND ${compile})
+    add_test(NAME compile_fail.${case}.is_refused COMMAND ${compile} -DMOORAGE_COPY)
+    set_tests_properties(compile_fail.${case}.is_refused PROPERTIES WILL_FAIL TRUE)
+  endforeach()
+endif()

@@ -197,11 +197,13 @@ class Harness:
         self.overlap = overlap
         self.jobs: dict[int, Job] = {}
         self.live: set[int] = set()
+        self.over: set[int] = set()  # aborted or failed, though a step may still be in flight
         self.flights: deque[Flight] = deque()
         self.now_ms = 0
         self.next_id = 0
         self.fail_next: set[int] = set()
         self.num_retracted = 0
+        self.admitted_at: dict[int, int] = {}  # request -> number of the plan
         self.plans = 0
 
     def submit(self, prompt: list[int], max_new: int, **options: object) -> Job:
@@ -234,6 +236,7 @@ class Harness:
             assert 0 <= admission.cached_l1 < admission.prompt_len
             job.admissions.append((admission.prompt_len, admission.cached_l1))
             job.slot = admission.slot
+            self.admitted_at.setdefault(job.request_id, self.plans)
         self.num_retracted += len(plan.retracted)
         if plan.step_id < 0:
             assert len(plan.row_request_ids) == 0 and len(plan.page_copies) == 0
@@ -253,7 +256,9 @@ class Harness:
             events.append(self.step_done(flight))
             for r, request_id in enumerate(flight.request_ids):
                 job = self.jobs[request_id]
-                if request_id in self.live and not self.is_over(job) and not flight.failed[r]:
+                if flight.failed[r]:
+                    self.over.add(request_id)
+                elif request_id in self.live and not self.is_over(job):
                     job.outputs += [flight.tokens[r]] * flight.samples[r]
         events += [cpp.Abort(request_id=request_id) for request_id in aborts or []]
         ended = self.scheduler.advance(events)
@@ -263,8 +268,8 @@ class Harness:
         return ended
 
     def is_over(self, job: Job) -> bool:
-        """Its last output ended it, or an abort came: what a late step samples is ignored."""
-        if job.request_id in self.aborted or len(job.outputs) >= job.max_new:
+        """It finished, failed or was aborted: what a late step samples is ignored."""
+        if job.request_id in self.over or len(job.outputs) >= job.max_new:
             return True
         if not job.outputs:
             return False
@@ -272,8 +277,6 @@ class Harness:
         for token in job.prompt + job.outputs[:-1]:
             state = mix(state, token)
         return self.model.stops(state)
-
-    aborted: set[int] = set()
 
     def step_done(self, flight: Flight) -> cpp.StepDone:
         return cpp.StepDone(
@@ -287,7 +290,7 @@ class Harness:
         )
 
     def abort(self, request_id: int) -> list[cpp.Ended]:
-        self.aborted = self.aborted | {request_id}
+        self.over.add(request_id)
         return self.commit_only_aborts([request_id])
 
     def commit_only_aborts(self, request_ids: list[int]) -> list[cpp.Ended]:
@@ -317,9 +320,7 @@ class Harness:
     def check(self) -> dict[str, int]:
         self.scheduler.check_integrity()
         stats = self.scheduler.stats()
-        held = sum(
-            stats[f"{kind}_pages"] for kind in ("free", "owned", "cached", "in_flight")
-        )
+        held = sum(stats[f"{kind}_pages"] for kind in ("free", "owned", "cached", "in_flight"))
         assert held == stats["num_pages"]
         return stats
 

@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs in a step, with how many tokens, and who gives way when memory runs out."""
+
+from __future__ import annotations
+
+import random
+
+import _scheduler as cpp
+import numpy as np
+import pytest
+
+from tests.fakes.scheduler_sim import Harness, random_tokens
+
+
+def make_harness(overlap: bool = False, **options: object) -> Harness:
+    settings: dict[str, object] = dict(
+        page_size=4, num_pages=200, max_slots=8, max_context_len=400, token_budget=16
+    )
+    return Harness(cpp.SchedulerConfig(**{**settings, **options}), overlap=overlap)
+
+
+def test_an_idle_scheduler_plans_nothing() -> None:
+    harness = make_harness()
+    plan = harness.scheduler.next_plan(0)
+    assert plan.step_id == -1
+    assert len(plan.row_request_ids) == len(plan.input_ids) == len(plan.page_deltas) == 0
+
+
+def test_prefill_rows_stand_before_decode_rows_and_share_the_budget() -> None:
+    harness = make_harness()
+    streams = [harness.submit([7, i], max_new=30) for i in range(3)]
+    harness.step()
+    long = harness.submit(random_tokens(random.Random(0), 100), max_new=2)
+    plan = harness.plan()
+    assert plan.row_request_ids.tolist() == [long.request_id, *(s.request_id for s in streams)]
+    assert plan.row_lens.tolist() == [13, 1, 1, 1]
+    assert plan.row_samples.tolist() == [0, 1, 1, 1]
+    assert len(plan.input_ids) == 16
+    harness.commit()
+    harness.run()
+
+
+def test_a_long_prefill_never_stops_a_running_stream() -> None:
+    harness = make_harness()
+    stream = harness.submit([1, 2], max_new=50)
+    harness.step()
+    harness.submit(random_tokens(random.Random(0), 300), max_new=1)
+    for _ in range(20):
+        before = len(stream.outputs)
+        harness.step()
+        assert len(stream.outputs) == before + 1
+
+
+def test_streams_that_fill_the_budget_leave_a_quarter_to_a_waiting_prefill() -> None:
+    harness = make_harness(token_budget=8, max_slots=16)
+    streams = [harness.submit([i], max_new=60) for i in range(12)]
+    while any(not s.outputs for s in streams):
+        harness.step()
+    counts = [len(s.outputs) for s in streams]
+    late = harness.submit(random_tokens(random.Random(2), 20), max_new=1)
+    for _ in range(12):
+        plan = harness.step()
+        assert len(plan.input_ids) <= 8
+    assert late.ended is not None
+    gained = [len(s.outputs) - n for s, n in zip(streams, counts, strict=True)]
+    assert max(gained) - min(gained) <= 2, "streams take turns when the budget is short"
+
+
+def test_several_prefills_share_one_step() -> None:
+    harness = make_harness()
+    jobs = [harness.submit([i, 9, 9, 9, 9], max_new=1) for i in range(3)]
+    plan = harness.plan()
+    assert plan.row_request_ids.tolist() == [j.request_id for j in jobs]
+    assert plan.row_lens.tolist() == [5, 5, 5]
+    harness.commit()
+
+
+def test_equal_requests_run_in_order_of_arrival_whatever_their_ids() -> None:
+    scheduler = cpp.Scheduler(
+        cpp.SchedulerConfig(num_pages=10, max_slots=1, max_context_len=100, token_budget=64)
+    )
+    for request_id in (9, 3, 10):
+        spec = cpp.RequestSpec(
+            request_id=request_id,
+            token_ids=np.array([request_id, 1], np.int32),
+            max_new_tokens=1,
+        )
+        scheduler.submit([spec])
+    order = []
+    for now in range(3):
+        plan = scheduler.next_plan(now)
+        order += plan.row_request_ids.tolist()
+        scheduler.advance([step_done(plan)])
+    assert order == [9, 3, 10]
+
+
+def step_done(plan: cpp.Plan, token: int = 5) -> cpp.StepDone:
+    rows = len(plan.row_slots)
+    return cpp.StepDone(
+        step_id=plan.step_id,
+        num_accepted=plan.row_samples.astype(np.int32),
+        token_ids=np.full((rows, 1), token, np.int32),
+        finished=np.zeros(rows, np.uint8),
+        failed=np.zeros(rows, np.uint8),
+    )
+
+
+def test_a_lower_priority_number_runs_first_until_age_catches_up() -> None:
+    harness = make_harness(max_slots=1, ageing_ms=1000)
+    harness.submit([0, 1], max_new=3)
+    harness.step()
+    background = harness.submit([1, 1], max_new=1, priority=1)
+    urgent = harness.submit([2, 1], max_new=1, priority=0)
+    harness.run()
+    assert background.ended is not None and urgent.ended is not None
+    assert list(order_of_first_rows(harness, [background.request_id, urgent.request_id])) == [1, 0]
+
+    harness = make_harness(max_slots=1, ageing_ms=1000)
+    harness.submit([0, 1], max_new=3)
+    harness.step()
+    background = harness.submit([1, 1], max_new=1, priority=1)
+    harness.step()
+    harness.now_ms += 1001
+    urgent = harness.submit([2, 1], max_new=1, priority=0)
+    harness.run()
+    assert list(order_of_first_rows(harness, [background.request_id, urgent.request_id])) == [0, 1]
+
+
+def order_of_first_rows(harness: Harness, ids: list[int]) -> list[int]:
+    """For each id its rank among `ids` by when it was first admitted."""
+    ranked = sorted(ids, key=lambda request_id: harness.admitted_at[request_id])
+    return [ranked.index(request_id) for request_id in ids]
+
+
+def test_a_short_uncached_suffix_passes_a_long_one_that_came_just_before() -> None:
+    harness = make_harness(max_slots=1, suffix_us_per_token=1000)
+    harness.submit([0, 1], max_new=3)
+    harness.step()
+    long = harness.submit(random_tokens(random.Random(0), 200), max_new=1)
+    short = harness.submit([2, 1], max_new=1)
+    harness.run()
+    assert order_of_first_rows(harness, [long.request_id, short.request_id]) == [1, 0]
+
+
+def test_with_overlap_the_next_input_is_on_the_device() -> None:
+    harness = make_harness()
+    job = harness.submit([1, 2, 3], max_new=3)
+    first = harness.plan()
+    assert first.input_ids.tolist() == [1, 2, 3]
+    second = harness.plan()
+    assert second.input_ids.tolist() == [-1]
+    assert second.row_starts.tolist() == [3]
+    with pytest.raises(RuntimeError, match="2 steps are in flight"):
+        harness.scheduler.next_plan(0)
+    harness.commit()
+    third = harness.plan()
+    assert third.input_ids.tolist() == [-1]
+    harness.commit()
+    assert harness.plan().step_id == -1, "all of max_new_tokens is planned"
+    (ended,) = harness.commit()
+    assert ended.request_id == job.request_id and len(job.outputs) == 3
+
+
+def test_a_request_that_finished_stays_until_its_last_step_is_back() -> None:
+    harness = make_harness()
+    harness.submit([1, 2, 3], max_new=9)
+    harness.plan()
+    harness.flights[0].finished = [1]
+    harness.plan()
+    assert harness.commit() == []
+    assert harness.check()["in_flight_pages"] == 1
+    assert harness.plan().step_id == -1
+    (ended,) = harness.commit()
+    assert (ended.status, ended.num_cached_tokens) == ("finished", 3)
+    assert harness.check()["in_flight_pages"] == 0
+
+
+@pytest.mark.parametrize("steps_before", range(6))
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_abort_at_any_point_frees_within_one_step(steps_before: int, overlap: bool) -> None:
+    harness = make_harness(overlap)
+    job = harness.submit(random_tokens(random.Random(0), 40), max_new=20)
+    for _ in range(steps_before):
+        harness.step()
+    ended = harness.abort(job.request_id)
+    while harness.flights:
+        ended += harness.commit()
+    assert [(e.request_id, e.status) for e in ended] == [(job.request_id, "aborted")]
+    stats = harness.check()
+    assert stats["owned_pages"] == stats["in_flight_pages"] == stats["running"] == 0
+    assert harness.plan().step_id == -1
+
+
+def test_eight_cold_siblings_compute_their_shared_prefix_once() -> None:
+    harness = make_harness(token_budget=32)
+    prefix = random_tokens(random.Random(4), 120)
+    jobs = [harness.submit(prefix + [40, i], max_new=2) for i in range(8)]
+    computed = 0
+    while harness.live:
+        plan = harness.step()
+        computed += int(plan.row_lens.sum())
+    assert computed == 122 + 7 * 2 + 8 * 1  # one prefill, seven suffixes, eight decode rows
+    assert all(job.outputs == harness.model.generate(job) for job in jobs)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_followers_go_on_when_their_leader_is_aborted(overlap: bool) -> None:
+    harness = make_harness(overlap)
+    prefix = random_tokens(random.Random(4), 120)
+    leader, *followers = [harness.submit(prefix + [40, i], max_new=2) for i in range(3)]
+    harness.step()
+    harness.step()
+    assert harness.scheduler.stats()["running"] == 1
+    harness.abort(leader.request_id)
+    harness.run()
+    assert all(job.outputs == harness.model.generate(job) for job in followers)
+
+
+def test_an_urgent_follower_lends_its_leader_its_place() -> None:
+    harness = make_harness(ageing_ms=1000)
+    prefix = random_tokens(random.Random(4), 64)
+    harness.submit(random_tokens(random.Random(5), 300), max_new=1, priority=0)
+    harness.now_ms += 1
+    slow = harness.submit(prefix + [1], max_new=1, priority=5)
+    harness.step()
+    harness.step()
+    assert slow.admissions == []  # the long one takes the whole budget
+    harness = make_harness(ageing_ms=1000, token_budget=16)
+    slow = harness.submit(prefix + [1], max_new=1, priority=5)
+    harness.step()
+    harness.submit(random_tokens(random.Random(5), 300), max_new=1, priority=1)
+    harness.step()
+    urgent = harness.submit(prefix + [2], max_new=1, priority=0)
+    for _ in range(8):
+        harness.step()
+    assert urgent.ended is not None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_retracted_requests_resume_exactly(overlap: bool) -> None:
+    harness = make_harness(overlap, num_pages=16, max_context_len=60)
+    rng = random.Random(8)
+    jobs = [harness.submit(random_tokens(rng, 9), max_new=40) for _ in range(4)]
+    harness.run()
+    assert harness.num_retracted > 0
+    assert all(job.outputs == harness.model.generate(job) for job in jobs)
+    readmitted = [job for job in jobs if len(job.admissions) > 1]
+    assert readmitted
+    for job in readmitted:
+        assert [length for length, _ in job.admissions] == sorted(n for n, _ in job.admissions)
+
+
+def test_the_latest_request_gives_way_and_never_the_oldest() -> None:
+    harness = make_harness(num_pages=12, max_context_len=48)
+    jobs = [harness.submit([i, 1, 2], max_new=40) for i in range(4)]
+    harness.run()
+    assert len(jobs[0].admissions) == 1
+    assert harness.num_retracted >= 2
+
+
+def test_a_retracted_request_finds_its_own_pages_again_if_they_survived() -> None:
+    harness = make_harness(num_pages=24, max_context_len=90)
+    rng = random.Random(3)
+    jobs = [harness.submit(random_tokens(rng, 12), max_new=60) for _ in range(2)]
+    harness.run()
+    again = [admission for job in jobs for admission in job.admissions[1:]]
+    assert again and all(cached > 0 for _, cached in again)
+
+
+def test_results_may_come_back_while_the_victim_is_still_in_flight() -> None:
+    harness = make_harness(True, num_pages=8, max_context_len=32)
+    jobs = [harness.submit([i, 1, 2], max_new=28) for i in range(2)]
+    seen_in_flight = 0
+    while harness.live:
+        plan = harness.plan()
+        seen_in_flight = max(seen_in_flight, harness.check()["in_flight_pages"])
+        if len(harness.flights) > 1 or plan.step_id < 0:
+            harness.commit()
+    assert seen_in_flight > 0 and harness.num_retracted > 0
+    assert all(job.outputs == harness.model.generate(job) for job in jobs)
+
+
+def test_a_sampled_row_without_a_token_fails_that_request_alone() -> None:
+    harness = make_harness()
+    bad, good = harness.submit([1, 2], max_new=3), harness.submit([3, 4], max_new=3)
+    plan = harness.plan()
+    harness.flights.clear()
+    (ended,) = harness.scheduler.advance(
+        [
+            cpp.StepDone(
+                step_id=plan.step_id,
+                num_accepted=np.array([0, 1], np.int32),
+                token_ids=np.array([[0], [9]], np.int32),
+                finished=np.zeros(2, np.uint8),
+                failed=np.zeros(2, np.uint8),
+            )
+        ]
+    )
+    assert (ended.request_id, ended.status) == (bad.request_id, "failed")
+    assert "accepted no token" in ended.message
+    assert harness.scheduler.stats()["running"] == 1
+    del good
+
+
+def test_views_of_an_old_plan_stay_as_they_were() -> None:
+    harness = make_harness()
+    harness.submit([1, 2, 3], max_new=20)
+    plans = []
+    for _ in range(10):
+        plans.append((harness.step(), harness.plans))
+    starts = [plan.row_starts.tolist()[0] for plan, _ in plans]
+    assert starts == [0, *range(3, 12)]
