@@ -36,6 +36,20 @@ def resolve_calls(
     return tuple(calls.values())
 
 
+def open_calls_of(items: Iterable[Item]) -> tuple[OpenCall, ...]:
+    """The open calls of a whole history.
+
+    Lenient where `resolve_calls` is strict: a compaction may keep an output whose call went.
+    """
+    calls: dict[str, OpenCall] = {}
+    for item in items:
+        if isinstance(item, FunctionCall):
+            calls[item.call_id] = OpenCall(call_id=item.call_id, name=item.name)
+        elif isinstance(item, FunctionCallOutput):
+            calls.pop(item.call_id, None)
+    return tuple(calls.values())
+
+
 def close_calls(
     open_calls: Sequence[OpenCall],
     items: Sequence[Item],

@@ -12,6 +12,12 @@ from sessions.errors import SessionsConfigError
 
 STORES = ("sqlite", "redis")
 _DAY_MS = 86_400_000
+_NOT_NEGATIVE = (
+    "sqlite_max_bytes",
+    "log_cache_bytes",
+    "max_sessions_per_tenant",
+    "max_tokens_per_tenant",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,7 @@ class SessionsConfig:
     expired_retention_ms: how long an expired session still answers `session_expired`.
     idempotency_retention_ms: how long an idempotency key is known, at least a day.
     max_sessions_per_tenant: 0: no limit.
+    max_tokens_per_tenant: of token history, forks counted in full; 0: no limit.
     """
 
     store: str = "sqlite"
@@ -42,6 +49,7 @@ class SessionsConfig:
     expired_retention_ms: int = _DAY_MS
     idempotency_retention_ms: int = 2 * _DAY_MS
     max_sessions_per_tenant: int = 0
+    max_tokens_per_tenant: int = 0
 
     def validate(self, *, path: str = "sessions") -> None:
         """Raise `SessionsConfigError` for the first value out of range, naming its path."""
@@ -57,7 +65,7 @@ class SessionsConfig:
         for name in ("store_timeout_ms", "expires_after_ms", "expired_retention_ms"):
             if getattr(self, name) < 1:
                 _fail(path, name, getattr(self, name), "at least 1")
-        for name in ("sqlite_max_bytes", "log_cache_bytes", "max_sessions_per_tenant"):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 _fail(path, name, getattr(self, name), "0 or more")
 

@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from sessions.calls import OpenCall
+from sessions.calls import open_calls_of
 from sessions.errors import SessionExpired, SettingError
 from sessions.ids import new_id
-from sessions.items import FunctionCall, FunctionCallOutput, Item
 from sessions.session import EXPIRED, Session, UsageTotals, rest_status, validate_metadata
 from sessions.turn_log import TURN, Cut, LogSpan, Record, TurnLog
 
@@ -100,19 +99,20 @@ def _moved(
 ) -> tuple[Session, tuple[Record, ...]]:
     revision = session.revision + 1
     own = tuple(replace(record, revision=revision) for record in own)
-    moved = _on_history(session, log.records[:keep_records], own, now_ms)
+    moved = on_history(session, log.records[:keep_records], own, now_ms)
     return replace(moved, revision=revision), own
 
 
-def _on_history(
+def on_history(
     session: Session, kept: tuple[Record, ...], own: tuple[Record, ...], now_ms: int
 ) -> Session:
+    """The session on a new log that starts with `own`, behind the records it `kept`."""
     history = kept + own
     for record in own:
         record.validate()
     items = [item for record in history for item in record.items]
     turns = [record.id for record in history if record.kind == TURN]
-    open_calls = _open_calls_of(items)
+    open_calls = open_calls_of(items)
     return session.touched(
         now_ms,
         status=rest_status(open_calls),
@@ -133,7 +133,7 @@ def _child(
     kept = log.records[: cut.num_records]
     history = kept + own
     child = replace(
-        _on_history(session, kept, own, now_ms),
+        on_history(session, kept, own, now_ms),
         id=new_id("sess"),
         parent_session_id=session.id,
         created_at_ms=now_ms,
@@ -145,14 +145,3 @@ def _child(
         metadata=dict(metadata),
     )
     return child, own
-
-
-def _open_calls_of(items: Iterable[Item]) -> tuple[OpenCall, ...]:
-    # Lenient where resolve_calls is strict: a compaction may have kept an output whose call went.
-    calls: dict[str, OpenCall] = {}
-    for item in items:
-        if isinstance(item, FunctionCall):
-            calls[item.call_id] = OpenCall(call_id=item.call_id, name=item.name)
-        elif isinstance(item, FunctionCallOutput):
-            calls.pop(item.call_id, None)
-    return tuple(calls.values())

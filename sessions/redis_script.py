@@ -23,6 +23,7 @@ Key layout, each with the configured prefix in front (`moorage:` by default):
     ended:<sid>               hash     turn id -> record of a turn that did not become history
     keys:<sid>                hash     idempotency key -> msgpack [turn id, body hash, time]
     key_times                 zset     msgpack [session id, key] -> created_at_ms
+    ended_times               zset     msgpack [session id, turn id] -> ended_at_ms
 
 The keys of one write do not share a hash slot: the store wants one Redis, not a cluster.
 """

@@ -219,6 +219,8 @@ class RedisSessionStore:
         ended = self._key("ended", session.id)
         write, stored = self._new_save(session, ("?absent", ended, record.id, "known"))
         write.add("HSET", ended, record.id, _pack_record(record))
+        member = _pack((session.id, record.id))
+        write.add("ZADD", self._key("ended_times"), session.updated_at_ms, member)
         self._add_no_pending(write, session.id)
         reply = await self._transact(write)
         if reply[0] == b"known":
@@ -299,21 +301,28 @@ class RedisSessionStore:
 
     async def forget_keys(self, now_ms: int) -> int:
         before_ms = now_ms - self._config.idempotency_retention_ms
-        members = await self._call(
-            self._client.zrangebyscore(self._key("key_times"), "-inf", f"({before_ms}")
-        )
+        await self._forget("ended_times", "ended", before_ms, kept=set())
         running = {turn.id for turn in await self.pending_turns()}
+        return await self._forget("key_times", "keys", before_ms, kept=running)
+
+    async def _forget(self, times: str, name: str, before_ms: int, *, kept: set[str]) -> int:
+        """Drop the fields of `name:<sid>` hashes that `times` lists as older; returns how many."""
+        members = await self._call(
+            self._client.zrangebyscore(self._key(times), "-inf", f"({before_ms}")
+        )
         forgotten = 0
         for member in members:
-            session_id, key = _unpack(member)
-            value = await self._call(self._client.hget(self._key("keys", session_id), key))
-            if value is not None and _unpack(value)[0] in running:
-                continue
+            session_id, hash_field = _unpack(member)
+            hash_key = self._key(name, session_id)
+            if kept:
+                value = await self._call(self._client.hget(hash_key, hash_field))
+                if value is not None and _unpack(value)[0] in kept:
+                    continue
             write = self._new_write()
-            write.add("HDEL", self._key("keys", session_id), key)
-            write.add("ZREM", self._key("key_times"), member)
+            write.add("HDEL", hash_key, hash_field)
+            write.add("ZREM", self._key(times), member)
             await self._transact(write)
-            forgotten += value is not None
+            forgotten += 1
         return forgotten
 
     async def due(self, now_ms: int, limit: int) -> tuple[Session, ...]:

@@ -48,8 +48,10 @@ MIGRATIONS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
                 session_id TEXT PRIMARY KEY, turn_id TEXT NOT NULL, body BLOB NOT NULL)
                 WITHOUT ROWID""",
             """CREATE TABLE ended_turns (
-                session_id TEXT NOT NULL, turn_id TEXT NOT NULL, input_len INTEGER NOT NULL,
-                tokens BLOB NOT NULL, body BLOB NOT NULL, PRIMARY KEY (session_id, turn_id))""",
+                session_id TEXT NOT NULL, turn_id TEXT NOT NULL, ended_at_ms INTEGER NOT NULL,
+                input_len INTEGER NOT NULL, tokens BLOB NOT NULL, body BLOB NOT NULL,
+                PRIMARY KEY (session_id, turn_id))""",
+            "CREATE INDEX ended_turns_by_time ON ended_turns (ended_at_ms)",
             """CREATE TABLE idempotency_keys (
                 session_id TEXT NOT NULL, key TEXT NOT NULL, body_hash TEXT NOT NULL,
                 turn_id TEXT NOT NULL, created_at_ms INTEGER NOT NULL,

@@ -138,8 +138,8 @@ class SqliteSessionStore:
             stored = _save(db, session)
             db.execute("DELETE FROM pending_turns WHERE session_id = ?", (session.id,))
             db.execute(
-                "INSERT INTO ended_turns VALUES (?, ?, ?, ?, ?)",
-                (session.id, record.id, row.input_len, row.tokens, row.body),
+                "INSERT INTO ended_turns VALUES (?, ?, ?, ?, ?, ?)",
+                (session.id, record.id, stored.updated_at_ms, row.input_len, row.tokens, row.body),
             )
             return stored
 
@@ -222,6 +222,7 @@ class SqliteSessionStore:
         before_ms = now_ms - self._config.idempotency_retention_ms
 
         def work(db: sqlite3.Connection) -> int:
+            db.execute("DELETE FROM ended_turns WHERE ended_at_ms < ?", (before_ms,))
             # A key whose turn still runs is kept, however long that takes.
             return db.execute(
                 "DELETE FROM idempotency_keys WHERE created_at_ms < ? AND turn_id NOT IN "

@@ -152,7 +152,10 @@ class SessionStore(Protocol):
         """Look an idempotency key up; None if unknown."""
 
     async def forget_keys(self, now_ms: int) -> int:
-        """Drop idempotency keys older than their retention; returns how many."""
+        """Drop idempotency keys, and turns that never became history, past the keys' retention.
+
+        Returns how many keys went. The key of a running turn stays.
+        """
 
     async def due(self, now_ms: int, limit: int) -> tuple[Session, ...]:
         """Sessions without a running turn whose `expires_at_ms` has come, oldest first."""

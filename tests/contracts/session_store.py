@@ -374,6 +374,18 @@ class SessionStoreContract:
         assert harness.run(harness.store.forget_keys(late)) == 1
         assert harness.run(harness.store.find_key(done.id, "k", "h")) is None
 
+    def test_turns_that_never_became_history_go_with_their_keys(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn, claim = self._begin(harness, session, key="k")
+        record = outcome(turn, status="failed", committed=False)
+        ended = harness.run(harness.store.end_turn(claim.session.end_turn(record, NOW_MS), record))
+        assert harness.run(harness.store.forget_keys(NOW_MS + DAY_MS)) == 0
+        assert harness.run(harness.store.read_turn(ended, turn.id)) == record
+        assert harness.run(harness.store.forget_keys(NOW_MS + 3 * DAY_MS)) == 1
+        with pytest.raises(TurnNotFound):
+            harness.run(harness.store.read_turn(ended, turn.id))
+
     # -- items
 
     def test_appended_items_are_history_once(self, harness: StoreHarness, session: Session) -> None:
