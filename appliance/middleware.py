@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import time
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from appliance.errors import ApiError, error_body
 from appliance.metrics import Metrics
 
+RECEIVED_S = "moorage.received_s"  # key in the ASGI scope: when the request's head was read
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 
@@ -34,6 +36,7 @@ class RequestFrame:
             return
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
+        scope[RECEIVED_S] = time.monotonic()
 
         async def send_framed(message: Message) -> None:
             if message["type"] == "http.response.start":

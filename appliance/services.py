@@ -234,9 +234,10 @@ def build_store(config: SessionsConfig) -> SessionStore:
     return SqliteSessionStore(config)
 
 
-def build_services(config: ApplianceConfig) -> Services:
-    """Load the text side of the model and construct everything; nothing is connected yet."""
-    assets = load_text_assets(config.engine.model)
+def build_services(config: ApplianceConfig, assets: TextAssets | None = None) -> Services:
+    """Construct everything; nothing is connected yet. Loads the model's text side if not given."""
+    if assets is None:
+        assets = load_text_assets(config.engine.model)
     tool_format = tool_format_of(assets)
     client = EngineClient(config.engine.socket_path)
     server = config.server

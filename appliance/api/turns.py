@@ -18,6 +18,7 @@ from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_cl
 from appliance.api.sse import cursor_of, event_stream
 from appliance.api.wire import TurnCreate
 from appliance.errors import STATUS_BY_CODE, ApiError, known_code
+from appliance.middleware import RECEIVED_S
 from appliance.turn_events import TurnEvents, terminal_frame
 from appliance.turn_run import TERMINAL_EVENT
 from appliance.turn_view import terminal_fields
@@ -48,6 +49,7 @@ async def create_turn(
         body=body,
         idempotency_key=idempotency_key,
         body_hash=body_hash(body),
+        received_s=request.scope[RECEIVED_S],
     )
     turn_id = await context.turns.start(ask)
     must_cancel = await _cancels_on_disconnect(context, caller, session_id)

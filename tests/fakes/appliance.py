@@ -62,7 +62,8 @@ class RunningApp:
         with_engine: bool = True,
         **engine_options: Any,
     ) -> None:
-        table: Json = {"server": {"state_dir": str(root / "s"), "port": 0, "heartbeat_s": 5.0}}
+        server = {"state_dir": str(root / "s"), "port": 0, "drain_s": 0.0}
+        table: Json = {"server": server}
         for section, values in (settings or {}).items():
             table.setdefault(section, {}).update(values)
         self.config = config_from_table(table)
@@ -95,12 +96,11 @@ class RunningApp:
         self.engine.stop()
 
     def start(self) -> None:
-        self.services = build_services(self.config)
+        self.services = build_services(self.config, default_assets())
         config = uvicorn.Config(
             create_app(self.services), ws="none", log_config=None, timeout_graceful_shutdown=1
         )
         self._server = uvicorn.Server(config)
-        self._server.install_signal_handlers = lambda: None  # type: ignore[attr-defined,method-assign]
         listener = self._listener.dup()
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
@@ -117,6 +117,8 @@ class RunningApp:
         self._thread.join(20)
 
     def restart(self) -> None:
+        """Running turns are left as a crash leaves them: pending in the store, their engine
+        requests going on."""
         self.stop()
         self.start()
 
