@@ -15,11 +15,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import jsonschema_rs
-
 from tools_schema.disjoint import are_disjoint
 from tools_schema.json_pointer import resolve_local
 from tools_schema.lower_types import KNOWN_KEYWORDS, GrammarTypes
+from tools_schema.schema_check import compile_schema
 from tools_schema.schema_merge import Schema, both, merge
 
 MAX_NODES = 4_000
@@ -194,8 +193,8 @@ class _Lowering:
     def _is_valid(self, schema: Schema, value: Any) -> bool:
         """Whether the validator accepts `value` for a part of this schema."""
         try:
-            return bool(jsonschema_rs.validator_for(schema, offline=True).is_valid(value))
-        except (ValueError, jsonschema_rs.ReferencingError):
+            return compile_schema(schema, "").is_valid(value)
+        except ValueError:
             raise CannotHoldError("an enum beside references") from None
 
     def check_ends(self) -> None:

@@ -99,14 +99,21 @@ def _patterned(
         return {"additionalProperties": True}
     [(pattern, part)] = patterns.items()
     node = descend(part, f"{path}.*")
+    if node is None:
+        return {"properties": {}, "additionalProperties": False}
+    return _keyed(pattern, node, path, lose) or {"additionalProperties": True}
+
+
+def _keyed(pattern: str, node: Schema, path: str, lose: Lose) -> Schema | None:
+    """Keys that match a pattern, all with values of `node`; None where it cannot be held."""
     try:
         rewritten = rewrite_pattern(pattern)
     except UnsupportedPatternError as error:
-        lose(path, f"patternProperties is not held: {error}")
-        return {"additionalProperties": True}
-    if node is None:
-        return {"properties": {}, "additionalProperties": False}
-    return {"patternProperties": {rewritten: node}, "additionalProperties": False}
+        lose(path, f"the pattern of the keys is not held: {error}")
+        return None
+    if not rewritten.is_exact:
+        lose(path, "repeat counts of the keys' pattern are not held")
+    return {"patternProperties": {rewritten.regex: node}, "additionalProperties": False}
 
 
 def _named(names: Any, extra: Any, path: str, descend: Descend, lose: Lose) -> Schema:
@@ -118,14 +125,7 @@ def _named(names: Any, extra: Any, path: str, descend: Descend, lose: Lose) -> S
         keys = [key for key in names["enum"] if isinstance(key, str)]
         return {"properties": dict.fromkeys(keys, node), "additionalProperties": False}
     if isinstance(names, dict) and set(names) <= {"type", "pattern"} and "pattern" in names:
-        try:
-            return {
-                "patternProperties": {rewrite_pattern(names["pattern"]): node},
-                "additionalProperties": False,
-            }
-        except UnsupportedPatternError as error:
-            lose(path, f"propertyNames is not held: {error}")
-            return {"additionalProperties": node or True}
+        return _keyed(names["pattern"], node, path, lose) or {"additionalProperties": node or True}
     if isinstance(names, dict) and names not in ({}, {"type": "string"}):
         lose(path, "propertyNames is not held")
     return {"additionalProperties": node or True}

@@ -20,7 +20,7 @@ Lose = Callable[[str, str], None]
 IsValid = Callable[[Schema, Any], bool]
 
 # A longer bound costs seconds of compile time per string; the validator checks it instead.
-MAX_BOUNDED_LENGTH = 16
+MAX_BOUNDED_LENGTH = 8
 _MAX_LISTED = 256
 _MAX_MULTIPLE = 1024
 _INT64 = 2**63 - 1
@@ -108,7 +108,10 @@ class GrammarTypes:
         node: Schema = {"type": "string"}
         if "pattern" in schema:
             try:
-                node["pattern"] = rewrite_pattern(schema["pattern"])
+                rewritten = rewrite_pattern(schema["pattern"])
+                node["pattern"] = rewritten.regex
+                if not rewritten.is_exact:
+                    self._lose(path, "repeat counts of the pattern are not held")
             except UnsupportedPatternError as error:
                 self._lose(path, f"pattern is not held: {error}")
         is_free = "pattern" not in node

@@ -53,9 +53,12 @@ def check_schema(schema: object, param: str) -> dict[str, Any] | bool:
 
 
 def compile_schema(schema: dict[str, Any] | bool, param: str) -> jsonschema_rs.Validator:
-    """A validator for the original schema. Raises InvalidSchemaError where it cannot be built."""
+    """A validator for the original schema: nothing is fetched, formats only annotate.
+
+    Raises InvalidSchemaError where it cannot be built.
+    """
     try:
-        return jsonschema_rs.validator_for(schema, offline=True)
+        return jsonschema_rs.validator_for(schema, offline=True, validate_formats=False)
     except jsonschema_rs.ReferencingError as error:
         raise InvalidSchemaError(
             param=param,
