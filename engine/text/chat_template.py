@@ -24,6 +24,7 @@ Message = Mapping[str, Any]
 # Placeholder texts: letters only, so that no template reads anything into them.
 _USER_MARK = "Qplaceholderuserq"
 _ASSISTANT_MARK = "Qplaceholderassistantq"
+_CALL_ID = "call00000"  # nine letters and digits: some templates insist
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -129,17 +130,14 @@ class ChatTemplate:
         self, role: str, new_messages: Sequence[Message], options: tuple[Any, ...]
     ) -> tuple[str, str]:
         """(sentinel, text behind a whole placeholder message of this role)."""
-        opening: list[Message] = []
-        if role != "system":
-            opening = [
-                {"role": "user", "content": _USER_MARK},
-                {"role": "assistant", "content": _ASSISTANT_MARK},
-            ]
         mark = _unused_mark("Qplaceholderlastq", [*new_messages, *options])
-        last = [*opening, {"role": role, "content": mark}]
+        last = {"role": role, "content": mark}
+        if role == "tool":
+            last["tool_call_id"] = _CALL_ID
+        opening = self._opening_for(last, options)
         tools, _, kwargs = options
-        closed = _behind(self._render_guarded(last, tools, False, kwargs)[1], mark)
-        sentinel, text = self._render_guarded([*last, *new_messages], *options)
+        closed = _behind(self._render_guarded([*opening, last], tools, False, kwargs)[1], mark)
+        sentinel, text = self._render_guarded([*opening, last, *new_messages], *options)
         rest = _behind(text, mark)
         if rest.startswith(closed):
             return sentinel, rest[len(closed) :]
@@ -147,6 +145,21 @@ class ChatTemplate:
         # history as a whole: the new one then stands as a group of its own.
         sentinel, rest = self._after_assistant(new_messages, options)
         return sentinel, self._without_end_token(rest).lstrip("\n")
+
+    def _opening_for(self, last: Message, options: tuple[Any, ...]) -> list[Message]:
+        """Placeholder messages that may stand before this one."""
+        if last["role"] == "system":
+            return []
+        user: Message = {"role": "user", "content": _USER_MARK}
+        plain: list[Message] = [user, {"role": "assistant", "content": _ASSISTANT_MARK}]
+        if last["role"] != "tool":
+            return plain
+        tools, _, kwargs = options
+        try:
+            self._render_guarded([*plain, last], tools, False, kwargs)
+        except TemplateRenderError:
+            return [user, _placeholder_call([last], _ASSISTANT_MARK)]
+        return plain
 
     def _without_end_token(self, text: str) -> str:
         """What follows the token that ends the turn."""
@@ -278,7 +291,7 @@ def _placeholder_call(new_messages: Sequence[Message], mark: str) -> Message:
     results = [message for message in new_messages if message.get("role") == "tool"]
     calls = [
         {
-            "id": result.get("tool_call_id", "call00000"),
+            "id": result.get("tool_call_id", _CALL_ID),
             "type": "function",
             "function": {"name": result.get("name", "f"), "arguments": {"a": mark}},
         }

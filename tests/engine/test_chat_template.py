@@ -143,6 +143,7 @@ def test_a_template_that_rewrites_its_history_is_reported(models: dict[str, Text
 _TEXT = st.text(
     st.sampled_from('ab1 \n<>|\u00e9{}"\\') | st.characters(exclude_categories=["Cs"]), max_size=12
 )
+_NEXT_ROLE = st.sampled_from(["user", "tool"])
 _NEXT = st.sampled_from(["user", "tool", "tools"])
 
 
@@ -253,6 +254,28 @@ def test_tool_results_append_where_the_template_wants_a_call(
     )
     assert tokenizer.decode(closed, with_control=True) == "\n<|im_start|>tool\n7<|im_end|>\n"
     assert opened == [2, *closed]
+    then_user = template.render_append(
+        ["tool"], [{"role": "user", "content": "8"}], add_generation_prompt=False
+    )
+    assert tokenizer.decode(then_user, with_control=True) == "<|im_start|>user\n8<|im_end|>\n"
+
+
+@settings(max_examples=40, deadline=None)
+@given(family=st.sampled_from([*FAMILIES, "smollm2"]), data=st.data())
+def test_messages_appended_one_at_a_time_equal_one_append(
+    models: dict[str, TextAssets], family: str, data: st.DataObject
+) -> None:
+    template = models[family].chat_template
+    roles = ["assistant", data.draw(_NEXT_ROLE), *data.draw(st.lists(_NEXT_ROLE, max_size=3))]
+    new = [{"role": role, "content": data.draw(_TEXT)} for role in roles[1:]]
+    if any(pair == ("tool", "tool") for pair in zip(roles, roles[1:], strict=False)):
+        return  # results of one group belong in one append
+    at_once = template.render_append(roles[:1], new, add_generation_prompt=True)
+    ids: list[int] = []
+    for index, message in enumerate(new):
+        ids += template.render_append(roles[: index + 1], [message], add_generation_prompt=False)
+    ids += template.render_append(roles, [], add_generation_prompt=True)
+    assert ids == at_once
 
 
 def _attacks(model: TextAssets) -> st.SearchStrategy[str]:

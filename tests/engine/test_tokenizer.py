@@ -243,6 +243,40 @@ def test_a_prompt_begins_with_bos_where_the_post_processor_adds_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ("gpt-2", [" x", "  ", " 12345", "\n", "\n", "I", "'ll"]),
+        ("smollm", [" x", "   ", "1", "2", "3", "4", "5", "\n", "\n", "I", "'ll"]),
+        ("llama-bpe", [" x", "  ", " ", "123", "45", "\n\n", "I", "'ll"]),
+        ("qwen2", [" x", "  ", " ", "1", "2", "3", "4", "5", "\n\n", "I", "'ll"]),
+    ],
+)
+def test_gguf_splitting_rules_cut_as_their_families_do(rules: str, expected: list[str]) -> None:
+    """Every stretch the rules cut out is a token here, so the ids show the cuts."""
+    pieces = ["".join(CHAR_OF_BYTE[b] for b in piece.encode()) for piece in expected]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": rules,
+        **_whole_word_vocabulary(pieces),
+    }
+    tokenizer = tokenizer_from_gguf(metadata, 4096)
+    ids = tokenizer.encode(" x   12345\n\nI'll")
+    assert [tokenizer.token_bytes(i).decode() for i in ids] == expected
+
+
+def _whole_word_vocabulary(pieces: list[str]) -> dict[str, object]:
+    """Bytes, the pieces, and merges that build each piece from the left."""
+    tokens = list(CHAR_OF_BYTE.values())
+    merges: list[str] = []
+    for piece in pieces:
+        for size in range(2, len(piece) + 1):
+            if piece[:size] not in tokens:
+                tokens.append(piece[:size])
+                merges.append(f"{piece[: size - 1]} {piece[size - 1]}")
+    return {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
