@@ -14,6 +14,7 @@ add_library(moorage_scheduler STATIC
   schedule/intake.cpp
   schedule/integrity.cpp
   schedule/planning.cpp
+  schedule/wait_queue.cpp
 )
 target_include_directories(moorage_scheduler PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
 target_compile_options(moorage_scheduler PUBLIC -Wall -Wextra -Werror=return-type)

@@ -1,4 +1,5 @@
-"""Contract of the control plane (written first by hand; regenerated from the binding, keep it fresh)."""
+# SPDX-License-Identifier: Apache-2.0
+"""Contract of the control plane. Written by hand, held against the built extension by a test."""
 
 from collections.abc import Sequence
 
@@ -15,7 +16,17 @@ class SchedulerConfig:
         max_context_len: int,  # tokens; page table width = ceil(. / page_size) + 1
         token_budget: int = 512,  # prefill + decode tokens per step
         model_fingerprint: str = "",
+        ageing_ms: int = 10_000,  # waiting this long is worth one priority class
+        suffix_us_per_token: int = 100,  # an uncached token delays its request by this much
     ) -> None: ...
+    page_size: int
+    num_pages: int
+    max_slots: int
+    max_context_len: int
+    token_budget: int
+    model_fingerprint: str
+    ageing_ms: int
+    suffix_us_per_token: int
 
 class RequestSpec:
     def __init__(
@@ -54,6 +65,9 @@ class TransferAck:
     def __init__(self, *, ticket: int, ok: bool) -> None: ...
 
 Event = StepDone | Abort | TransferAck
+
+def fsm_table() -> list[tuple[str, str, str]]:
+    """Every (state, event, next state), next state "" where the pair is illegal."""
 
 class Admission:
     """A request entered the running set in this plan (again, after a retraction: readmitted)."""
@@ -129,11 +143,11 @@ class Scheduler:
     def drop_prefix(
         self, token_ids: NDArray[np.int32], keep_tokens: int = 0, salt: str = ""
     ) -> int:
-        """Free what of this prefix nobody uses or shares, from keep_tokens on; returns pages freed."""
+        """Free what of this prefix nobody uses or shares, from keep_tokens on; returns pages."""
 
     def drain_kv_events(self) -> list[KvEvent]: ...
     def stats(self) -> dict[str, int]:
-        """free_pages, owned_pages, cached_pages, in_flight_pages, num_pages, running, waiting, ..."""
+        """free_, owned_, cached_, in_flight_pages and num_pages; running, waiting; counters."""
 
     def tree(self, max_nodes: int = 256) -> list[TreeNode]: ...
     def check_integrity(self) -> None:

@@ -10,6 +10,8 @@
 
 namespace moorage {
 
+struct Tenant;
+
 struct RequestSpec {
   RequestId request_id;
   std::vector<TokenId> token_ids;
@@ -28,7 +30,8 @@ struct Request {
   std::int64_t sequence = 0;  // order of arrival
   std::int64_t order_key_us = 0;  // who goes first: smaller first, then `sequence`
   std::int64_t priority = 0;
-  std::string tenant;
+  std::string tenant_name;
+  Tenant* tenant = nullptr;  // set while the request belongs to a WaitQueue
   std::string salt;
   std::vector<TokenId> tokens;
   std::int32_t prompt_len = 0;

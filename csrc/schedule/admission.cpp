@@ -7,14 +7,12 @@
 
 namespace moorage {
 
-// In order, without passing anyone by for lack of memory: the head is never starved.
+// In order, without passing anyone by for lack of memory: whoever is next is never starved.
 void Scheduler::plan_admissions(Plan& plan) {
-  for (auto at = waiting_.begin(); at != waiting_.end();) {
-    if (prefill_budget_ <= 0 || slots_.num_free() == 0) return;
-    Request& request = **at;
-    const Admitted outcome = try_admit(request, plan);
-    if (outcome == Admitted::kNoMemory) return;
-    at = outcome == Admitted::kYes ? waiting_.erase(at) : std::next(at);
+  waiting_.rewind();
+  while (prefill_budget_ > 0 && slots_.num_free() > 0) {
+    Request* request = waiting_.next();
+    if (request == nullptr || try_admit(*request, plan) == Admitted::kNoMemory) return;
   }
 }
 
@@ -122,6 +120,8 @@ void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
   request.num_computed = request.num_planned = request.num_trusted = match.len();
   request.prefill_end = request.len();
   request.leader = RequestId{};
+  waiting_.erase(request);
+  WaitQueue::charge(request, request.len() - match.len());
   fire(request, Admit{Holdings{std::move(slot), std::move(prefix), std::move(tail)}});
   insert_running(request);
   const auto at = std::ranges::find(running_, &request) - running_.begin();

@@ -112,6 +112,7 @@ void Scheduler::commit_row(const StepRow& row, TokenSpan accepted, bool finished
   if (failed) return fire(request, Fail{"the step failed for this request"});
   request.num_computed = row.start + row.len;
   request.tokens.insert(request.tokens.end(), accepted.begin(), accepted.end());
+  WaitQueue::charge(request, static_cast<std::int64_t>(accepted.size()));
   if (request.is<Prefilling>() && request.num_computed >= request.prefill_end) {
     fire(request, PrefillDone{});
   }
@@ -147,7 +148,7 @@ void Scheduler::fire(Request& request, E event) {
   }
   if (held_memory && request.is<Draining>()) leave_running(request);
   if (was_waiting && request.is<Ended>()) {
-    waiting_.erase(&request);
+    waiting_.erase(request);
     std::erase(arrivals_, &request);
   }
 }
@@ -221,6 +222,7 @@ void Scheduler::end(Request& request, std::vector<EndedRequest>& ended) {
   stats_.num_aborted += result.status == EndStatus::kAborted ? 1 : 0;
   stats_.num_failed += result.status == EndStatus::kFailed ? 1 : 0;
   ended.push_back(std::move(result));
+  waiting_.leave(request);
   requests_.erase(request.id.value);
 }
 

@@ -20,7 +20,8 @@ Scheduler::Scheduler(SchedulerConfig config)
     : config_((config.validate(), std::move(config))),
       pool_(config_.num_pages),
       slots_(config_.max_slots),
-      tree_(pool_, config_.page_size, config_.model_fingerprint, kv_log_) {}
+      tree_(pool_, config_.page_size, config_.model_fingerprint, kv_log_),
+      waiting_(config_.token_budget) {}
 
 Request* Scheduler::find_request(RequestId id) const {
   const auto found = requests_.find(id.value);
@@ -72,13 +73,14 @@ void Scheduler::submit(std::span<const RequestSpec> specs) {
     request->id = spec.request_id;
     request->sequence = next_sequence_++;
     request->priority = spec.priority;
-    request->tenant = spec.tenant;
+    request->tenant_name = spec.tenant;
     request->salt = spec.salt;
     request->prompt_len = static_cast<std::int32_t>(spec.token_ids.size());
     request->max_new_tokens = static_cast<std::int32_t>(spec.max_new_tokens);
     request->tokens.reserve(spec.token_ids.size() +
                             static_cast<std::size_t>(std::min<std::int64_t>(spec.max_new_tokens, 4096)));
     request->tokens = spec.token_ids;
+    waiting_.join(*request);
     arrivals_.push_back(request.get());
     requests_.emplace(spec.request_id.value, std::move(request));
   }
@@ -92,7 +94,7 @@ void Scheduler::take_in_arrivals() {
     const std::int64_t uncached = request->len() - tree_.find(request->salt, request->tokens).len();
     request->order_key_us = now_ms_ * 1000 + request->priority * config_.ageing_ms * 1000 +
                             uncached * config_.suffix_us_per_token;
-    waiting_.insert(request);
+    waiting_.insert(*request);
   }
   arrivals_.clear();
 }

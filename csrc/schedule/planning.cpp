@@ -36,7 +36,7 @@ bool Scheduler::wants_decode(const Request& request) const {
 // Best first, so that whoever must give way has no row in this plan yet.
 void Scheduler::plan_running(Plan& plan) {
   std::int32_t num_decodes = 0;
-  std::int32_t num_prefills = waiting_.empty() ? 0 : 1;
+  std::int32_t num_prefills = waiting_.size() == 0 ? 0 : 1;
   for (const Request* request : running_) {
     num_decodes += wants_decode(*request) ? 1 : 0;
     num_prefills += request->num_planned < request->prefill_end ? 1 : 0;
@@ -126,7 +126,7 @@ void Scheduler::requeue(Request& request) {
   request.num_trusted = 0;
   request.was_retracted = true;
   request.leader = RequestId{};
-  waiting_.insert(&request);
+  waiting_.insert(request);
   retracted_.push_back(request.id.value);
 }
 

@@ -15,7 +15,6 @@
 #include <array>
 #include <memory>
 #include <optional>
-#include <set>
 #include <span>
 #include <unordered_map>
 #include <variant>
@@ -29,6 +28,7 @@
 #include "requests/transitions.h"
 #include "schedule/plan.h"
 #include "schedule/slots.h"
+#include "schedule/wait_queue.h"
 
 namespace moorage {
 
@@ -92,9 +92,6 @@ class Scheduler {
   std::string find_broken_invariant() const;  // empty: none; walks everything
 
  private:
-  struct RunsBefore {
-    bool operator()(const Request* a, const Request* b) const { return a->runs_before(*b); }
-  };
   struct StepRow {
     Request* request;
     std::int32_t start;
@@ -171,7 +168,7 @@ class Scheduler {
   RadixTree tree_;
   std::unordered_map<std::int64_t, std::unique_ptr<Request>> requests_;
   std::vector<Request*> arrivals_;  // submitted, not yet seen by a plan
-  std::set<Request*, RunsBefore> waiting_;
+  WaitQueue waiting_;
   std::vector<Request*> running_;
   std::int64_t num_leaving_ = 0;  // Draining and Retracting requests
   std::array<Step, kMaxStepsInFlight> steps_;

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import re
 
-import _scheduler as cpp
 import numpy as np
 import pytest
+
+import _scheduler as cpp
 
 
 def config(**options: object) -> cpp.SchedulerConfig:
@@ -159,9 +160,7 @@ def test_an_abort_that_comes_with_the_finish_is_no_error() -> None:
     scheduler = cpp.Scheduler(config())
     scheduler.submit([spec()])
     plan = scheduler.next_plan(0)
-    ended = scheduler.advance(
-        [done(plan, finished=np.ones(1, np.uint8)), cpp.Abort(request_id=1)]
-    )
+    ended = scheduler.advance([done(plan, finished=np.ones(1, np.uint8)), cpp.Abort(request_id=1)])
     assert [e.status for e in ended] == ["finished"]
 
 

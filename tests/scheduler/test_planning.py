@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import random
 
-import _scheduler as cpp
 import numpy as np
 import pytest
 
+import _scheduler as cpp
 from tests.fakes.scheduler_sim import Harness, random_tokens
 
 
@@ -310,3 +310,39 @@ def test_views_of_an_old_plan_stay_as_they_were() -> None:
         plans.append((harness.step(), harness.plans))
     starts = [plan.row_starts.tolist()[0] for plan, _ in plans]
     assert starts == [0, *range(3, 12)]
+
+
+def test_a_tenant_that_floods_the_queue_does_not_delay_the_others() -> None:
+    harness = make_harness(max_slots=2)
+    rng = random.Random(9)
+    flood = [harness.submit(random_tokens(rng, 10), 4, tenant="flood") for _ in range(20)]
+    harness.step()
+    harness.now_ms += 1
+    guest = [harness.submit(random_tokens(rng, 10), 4, tenant="guest") for _ in range(4)]
+    while any(job.ended is None for job in guest):
+        harness.now_ms += 1
+        harness.step()
+    done = sum(job.ended is not None for job in flood)
+    assert done <= 7, "each tenant gets half of the tokens, whatever waits behind it"
+    harness.run()
+
+
+def test_shares_are_counted_in_tokens_not_in_requests() -> None:
+    harness = make_harness(max_slots=1, token_budget=64)
+    rng = random.Random(9)
+    heavy = [harness.submit(random_tokens(rng, 60), 1, tenant="heavy") for _ in range(10)]
+    light = [harness.submit(random_tokens(rng, 6), 1, tenant="light") for _ in range(60)]
+    while any(job.ended is None for job in light):
+        harness.step()
+    tokens = 61 * sum(job.ended is not None for job in heavy)
+    assert 0.6 < tokens / (7 * len(light)) < 1.4
+
+
+def test_priority_orders_the_requests_of_one_tenant() -> None:
+    harness = make_harness(max_slots=1)
+    harness.submit([0, 0], 3, tenant="a")
+    harness.step()
+    late = harness.submit([1, 1], 1, tenant="a", priority=2)
+    soon = harness.submit([2, 2], 1, tenant="a", priority=1)
+    harness.run()
+    assert order_of_first_rows(harness, [late.request_id, soon.request_id]) == [1, 0]

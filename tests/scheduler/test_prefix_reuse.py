@@ -6,10 +6,10 @@ from __future__ import annotations
 import hashlib
 import random
 
-import _scheduler as cpp
 import numpy as np
 import pytest
 
+import _scheduler as cpp
 from tests.fakes.scheduler_sim import Harness, random_tokens
 
 PAGE = 4

@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import _scheduler as cpp
 import numpy as np
 import pytest
 
+import _scheduler as cpp
 from tests.fakes.scheduler_sim import Harness, Job, ToyModel, random_tokens
 
 NUM_CHUNKS = 8
@@ -23,7 +23,8 @@ STEPS_PER_SESSION = 300
 
 
 def shared_len(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    limit = min(len(a), len(b))
+    return next((i for i in range(limit) if a[i] != b[i]), limit)
 
 
 @dataclass
