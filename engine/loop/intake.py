@@ -138,7 +138,6 @@ class Intake:
         if asked == neutral:
             return None
         return Penalties(
-            self._limits.vocab_size,
             repetition=params.repetition_penalty,
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,

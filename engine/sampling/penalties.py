@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Repetition, presence and frequency penalties of one request, on its row of logits.
 
-Does not know: batches, seeds. Semantics: repetition divides a positive logit and multiplies a
-negative one, for every id in prompt or output; frequency subtracts per occurrence in the output;
-presence subtracts once if the output holds the id.
+Semantics: repetition divides a positive logit and multiplies a negative one, for every id in
+prompt or output; frequency subtracts per occurrence in the output; presence subtracts once if the
+output holds the id. Does not know: batches, seeds.
 
 Source: Keskar et al., arXiv 1909.05858 (repetition); the OpenAI API reference (the other two).
 """
@@ -11,7 +11,6 @@ Source: Keskar et al., arXiv 1909.05858 (repetition); the OpenAI API reference (
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 
@@ -20,7 +19,6 @@ class Penalties:
 
     def __init__(
         self,
-        vocab_size: int,
         *,
         repetition: float,
         presence: float,
@@ -28,26 +26,35 @@ class Penalties:
         prompt_ids: NDArray[np.int32],
         output_ids: NDArray[np.int32],
     ) -> None:
-        self._repetition = repetition
-        self._presence = presence
-        self._frequency = frequency
-        counts = np.bincount(output_ids, minlength=vocab_size).astype(np.float32)
-        seen = counts > 0
-        seen[prompt_ids] = True
-        self._counts = torch.from_numpy(counts)
-        self._seen = torch.from_numpy(seen)
+        self._repetition = np.float32(repetition)
+        self._presence = np.float32(presence)
+        self._frequency = np.float32(frequency)
+        seen = np.unique(np.concatenate([prompt_ids, output_ids]))
+        self._place_of = {token_id: place for place, token_id in enumerate(seen.tolist())}
+        self._num_ids = len(seen)
+        self._ids = seen.astype(np.int64)
+        self._counts = np.zeros(len(seen), dtype=np.float32)  # in the output
+        np.add.at(self._counts, np.searchsorted(seen, output_ids), 1)
 
-    def apply(self, row: torch.Tensor) -> None:
-        """Penalise a row of logits [vocab], fp32, in place."""
+    def apply(self, row: NDArray[np.float32]) -> None:
+        """Penalise a row of logits [vocab] in place."""
+        ids, counts = self._ids[: self._num_ids], self._counts[: self._num_ids]
+        values = row[ids]
         if self._repetition != 1.0:
-            penalised = torch.where(row > 0, row / self._repetition, row * self._repetition)
-            row.copy_(torch.where(self._seen, penalised, row))
-        if self._frequency != 0.0:
-            row.sub_(self._counts, alpha=self._frequency)
-        if self._presence != 0.0:
-            row.sub_((self._counts > 0).to(row.dtype), alpha=self._presence)
+            values = np.where(values > 0, values / self._repetition, values * self._repetition)
+        values -= self._frequency * counts
+        values -= self._presence * (counts > 0)
+        row[ids] = values
 
     def add(self, token_id: int) -> None:
         """Count a sampled token."""
-        self._counts[token_id] += 1
-        self._seen[token_id] = True
+        place = self._place_of.get(token_id)
+        if place is None:
+            place = self._place_of[token_id] = self._num_ids
+            self._num_ids += 1
+            if place == len(self._ids):
+                room = np.zeros(len(self._ids) + 64, dtype=np.int64)
+                self._ids = np.concatenate([self._ids, room])
+                self._counts = np.concatenate([self._counts, room.astype(np.float32)])
+            self._ids[place] = token_id
+        self._counts[place] += 1

@@ -12,10 +12,10 @@ import torch
 
 from engine.sampling.params import RowSampling, SampleBatch, Sampled, philox4x32, uniforms
 from engine.sampling.penalties import Penalties
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import draw, sample
 
 VOCAB = 50
-NUM_DRAWS = 20_000
+NUM_DRAWS = 6_000
 
 
 def run(
@@ -164,9 +164,8 @@ def test_ties_at_a_top_k_cut_are_all_kept() -> None:
 
 
 def test_penalties_have_their_hand_computed_values() -> None:
-    row = torch.tensor([2.0, -1.0, 0.5, 3.0, -2.0, 1.0])
+    row = np.array([2.0, -1.0, 0.5, 3.0, -2.0, 1.0], dtype=np.float32)
     penalties = Penalties(
-        6,
         repetition=2.0,
         presence=0.25,
         frequency=0.5,
@@ -177,7 +176,7 @@ def test_penalties_have_their_hand_computed_values() -> None:
     # seen {0, 1, 3, 4}: halved if positive, doubled if negative; output 3 twice, 4 once
     assert row.tolist() == [1.0, -2.0, 0.5, 1.5 - 1.0 - 0.25, -4.0 - 0.5 - 0.25, 1.0]
     penalties.add(2)
-    row = torch.tensor([2.0, -1.0, 0.5, 3.0, -2.0, 1.0])
+    row = np.array([2.0, -1.0, 0.5, 3.0, -2.0, 1.0], dtype=np.float32)
     penalties.apply(row)
     assert row.tolist() == [1.0, -2.0, 0.25 - 0.5 - 0.25, 0.25, -4.75, 1.0]
 
@@ -185,7 +184,6 @@ def test_penalties_have_their_hand_computed_values() -> None:
 def test_a_frequency_penalty_makes_a_greedy_row_go_round() -> None:
     logits = torch.tensor([[1.0, 0.9, 0.0]])
     penalties = Penalties(
-        3,
         repetition=1.0,
         presence=0.0,
         frequency=0.15,
@@ -290,3 +288,12 @@ def test_uniforms_are_uniform() -> None:
     assert numbers.min() >= 0 and numbers.max() < 1
     counts = np.histogram(numbers, bins=50, range=(0, 1))[0]
     assert float(((counts - 400) ** 2 / 400).sum()) < chi_square_bound(49)
+
+
+def test_a_draw_at_either_end_falls_on_a_token_that_may_be_drawn() -> None:
+    row = RowSampling(temperature=1.0)
+    for vocab_size in (5, 256, 700, 1024):
+        values = np.full(vocab_size, -np.inf, dtype=np.float32)
+        values[[1, 3]] = [0.1, 0.3]
+        for chance, token_id in ((0.0, 1), (1 - 2**-53, 3), (1.0, 3)):
+            assert draw(values, 0.3, row, chance) == token_id
