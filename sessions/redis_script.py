@@ -30,7 +30,17 @@ The keys of one write do not share a hash slot: the store wants one Redis, not a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
+
+import msgspec
+
+from sessions import codec
+from sessions.codec import StoredRecord
+from sessions.errors import StoreCorrupt
+from sessions.session import Session
+from sessions.store import check_records
+from sessions.turn_log import LogSpan, PendingTurn, Record
 
 SCHEMA_VERSION: Final = 1
 OPEN_END: Final = -1
@@ -81,23 +91,102 @@ return {'ok'}
 """
 
 Argument = str | bytes | int
+_pack = msgspec.msgpack.encode
+_unpack = msgspec.msgpack.decode
 
 
 class Write:
-    """Collects the guards and commands of one write."""
+    """Collects the guards and commands of one write; guards come first."""
 
     def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
+        self._prefix = prefix
         self._arguments: list[Argument] = [prefix]
 
     def add(self, name: str, *arguments: Argument) -> None:
-        """One guard (`?...`), step (`!...`) or Redis command; guards come first."""
+        """One guard (`?...`), step (`!...`) or Redis command."""
         self._arguments.extend((1 + len(arguments), name, *arguments))
-
-    def key(self, name: str) -> str:
-        return self.prefix + name
 
     @property
     def arguments(self) -> list[Argument]:
         """ARGV of the script."""
         return self._arguments
+
+    def key(self, *parts: str) -> str:
+        return self._prefix + ":".join(parts)
+
+    def indexes(self, session: Session) -> list[str]:
+        """The sorted sets that list this session."""
+        indexes = [self.key("sessions"), self.key("tenant", session.tenant)]
+        if session.parent_session_id is not None:
+            indexes.append(self.key("children", session.parent_session_id))
+        return indexes
+
+    def guard_lineage(self, session: Session) -> None:
+        """The records of other logs that the session refers to must be there."""
+        for span in session.lineage:
+            self.add("?length", self.key("log", span.log_id), span.end)
+
+    def put_session(self, session: Session) -> None:
+        """All of a new session but its log."""
+        self.put_settings(session)
+        self.put_body(session)
+        for index in self.indexes(session):
+            self.add("ZADD", index, 0, session.id)
+
+    def put_settings(self, session: Session) -> None:
+        settings = codec.encode_settings(session.settings)
+        self.add("HSET", self.key("session", session.id), "settings", settings)
+
+    def put_body(self, session: Session) -> None:
+        body = codec.encode_session(session)
+        version = session.version
+        self.add("HSET", self.key("session", session.id), "version", version, "body", body)
+        self.add("HSET", self.key("tokens", session.tenant), session.id, session.num_tokens)
+        if session.current_turn is None:
+            self.add("ZADD", self.key("expiry"), session.expires_at_ms, session.id)
+        else:
+            self.add("ZREM", self.key("expiry"), session.id)
+
+    def put_log(self, session: Session, records: Sequence[Record]) -> None:
+        """A new log with its first records, and the references of the session's history."""
+        check_records(session, records)
+        own = LogSpan(log_id=session.log_id, first=0, end=OPEN_END)
+        for span in (*session.lineage, own):
+            self.add("HSET", self.key("log", span.log_id, "refs"), session.id, span.end)
+            self.add("HSET", self.key("refs", session.id), span.log_id, 1)
+        for record in records:
+            self.put_record(session.log_id, record)
+
+    def put_record(self, log_id: str, record: Record) -> None:
+        self.add("RPUSH", self.key("log", log_id), pack_record(record))
+        self.add("HSET", self.key("log", log_id, "ids"), record.id, 1)
+
+    def put_pending(self, turn: PendingTurn) -> None:
+        """A turn that begins, and its idempotency key."""
+        sid = turn.session_id
+        self.add("HSET", self.key("pending", sid), turn.id, codec.encode_pending(turn))
+        self.add("SADD", self.key("pending"), sid)
+        key = turn.idempotency_key
+        if key is not None:
+            value = _pack((turn.id, turn.body_hash, turn.created_at_ms))
+            self.add("HSET", self.key("keys", sid), key, value)
+            self.add("ZADD", self.key("key_times"), turn.created_at_ms, _pack((sid, key)))
+
+    def drop_pending(self, session_id: str) -> None:
+        self.add("DEL", self.key("pending", session_id))
+        self.add("SREM", self.key("pending"), session_id)
+
+
+def pack_record(record: Record) -> bytes:
+    """One element of a log's list."""
+    row = codec.encode_record(record)
+    return _pack((row.input_len, row.tokens, row.body))
+
+
+def unpack_record(packed: bytes) -> StoredRecord:
+    """The inverse of `pack_record`. Raises `StoreCorrupt`."""
+    try:
+        input_len, tokens, body = _unpack(packed, type=tuple[int, bytes, bytes])
+    except msgspec.MsgspecError as error:
+        raise StoreCorrupt(f"a stored record does not decode: {error}") from error
+    return StoredRecord(tokens, input_len, body)

@@ -25,7 +25,6 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from sessions import codec
-from sessions.codec import StoredRecord
 from sessions.config import SessionsConfig
 from sessions.errors import (
     IdempotencyKeyReused,
@@ -41,7 +40,7 @@ from sessions.errors import (
     VersionConflict,
 )
 from sessions.log_cache import LogCache
-from sessions.redis_script import OPEN_END, SCHEMA_VERSION, TRANSACT, Write
+from sessions.redis_script import SCHEMA_VERSION, TRANSACT, Write, pack_record, unpack_record
 from sessions.session import Session
 from sessions.store import (
     KeyMatch,
@@ -50,10 +49,9 @@ from sessions.store import (
     StoreHealth,
     TenantUsage,
     TurnClaim,
-    check_records,
     validate_query,
 )
-from sessions.turn_log import LogSpan, PendingTurn, Record, TurnLog
+from sessions.turn_log import PendingTurn, Record, TurnLog
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +125,11 @@ class RedisSessionStore:
         for session, _ in children:
             tag = f"exists {session.id}"
             write.add("?absent", self._key("session", session.id), "version", tag)
-            self._guard_lineage(write, session)
+            write.guard_lineage(session)
         stored = tuple(replace(session, version=1) for session, _ in children)
         for session, (_, records) in zip(stored, children, strict=True):
-            self._add_session(write, session)
-            self._add_log(write, session, records)
+            write.put_session(session)
+            write.put_log(session, records)
         reply = await self._transact(write)
         if reply[0].startswith(b"exists "):
             raise SessionExists(reply[0].decode().removeprefix("exists "))
@@ -157,8 +155,7 @@ class RedisSessionStore:
 
     async def update(self, session: Session) -> Session:
         write, stored = self._new_save(session)
-        settings = codec.encode_settings(session.settings)
-        write.add("HSET", self._key("session", session.id), "settings", settings)
+        write.put_settings(session)
         self._check(await self._transact(write), session)
         return stored
 
@@ -171,7 +168,7 @@ class RedisSessionStore:
         write.add("?version", self._key("session", session_id), wanted)
         for name in ("session", "pending", "ended", "keys"):
             write.add("DEL", self._key(name, session_id))
-        for index in self._indexes(session):
+        for index in write.indexes(session):
             write.add("ZREM", index, session_id)
         write.add("ZREM", self._key("expiry"), session_id)
         write.add("SREM", self._key("pending"), session_id)
@@ -188,16 +185,12 @@ class RedisSessionStore:
     # -- turns
 
     async def begin_turn(self, session: Session, turn: PendingTurn) -> TurnClaim:
-        write, stored = self._new_save(
-            session, ("?absent", self._key("pending", session.id), turn.id, "pending"), turn=turn
-        )
-        write.add("HSET", self._key("pending", session.id), turn.id, codec.encode_pending(turn))
-        write.add("SADD", self._key("pending"), session.id)
         key = turn.idempotency_key
+        guards = [(self._key("pending", session.id), turn.id, "pending")]
         if key is not None:
-            value = _pack((turn.id, turn.body_hash, turn.created_at_ms))
-            write.add("HSET", self._key("keys", session.id), key, value)
-            write.add("ZADD", self._key("key_times"), turn.created_at_ms, _pack((session.id, key)))
+            guards.append((self._key("keys", session.id), key, "key"))
+        write, stored = self._new_save(session, *guards)
+        write.put_pending(turn)
         reply = await self._transact(write)
         if reply[0] == b"pending":
             return TurnClaim(created=True, turn_id=turn.id, session=await self.get(session.id))
@@ -217,11 +210,11 @@ class RedisSessionStore:
 
     async def end_turn(self, session: Session, record: Record) -> Session:
         ended = self._key("ended", session.id)
-        write, stored = self._new_save(session, ("?absent", ended, record.id, "known"))
-        write.add("HSET", ended, record.id, _pack_record(record))
+        write, stored = self._new_save(session, (ended, record.id, "known"))
+        write.add("HSET", ended, record.id, pack_record(record))
         member = _pack((session.id, record.id))
         write.add("ZADD", self._key("ended_times"), session.updated_at_ms, member)
-        self._add_no_pending(write, session.id)
+        write.drop_pending(session.id)
         reply = await self._transact(write)
         if reply[0] == b"known":
             return await self.get(session.id)
@@ -230,10 +223,9 @@ class RedisSessionStore:
 
     async def _append(self, session: Session, record: Record) -> Session:
         ids = self._key("log", session.log_id, "ids")
-        write, stored = self._new_save(session, ("?absent", ids, record.id, "known"))
-        write.add("RPUSH", self._key("log", session.log_id), _pack_record(record))
-        write.add("HSET", ids, record.id, 1)
-        self._add_no_pending(write, session.id)
+        write, stored = self._new_save(session, (ids, record.id, "known"))
+        write.put_record(session.log_id, record)
+        write.drop_pending(session.id)
         reply = await self._transact(write)
         if reply[0] == b"known":
             return await self.get(session.id)
@@ -243,10 +235,9 @@ class RedisSessionStore:
 
     async def replace_history(self, session: Session, records: Sequence[Record]) -> Session:
         write, stored = self._new_save(session)
-        settings = codec.encode_settings(session.settings)
-        write.add("HSET", self._key("session", session.id), "settings", settings)
+        write.put_settings(session)
         write.add("!release", session.id)
-        self._add_log(write, stored, records)
+        write.put_log(stored, records)
         write.add("!drop")
         self._check(await self._transact(write), session)
         self._cache.drop(session.id)
@@ -258,7 +249,7 @@ class RedisSessionStore:
         log = self._cache.get(session) or TurnLog()
         if session.num_records > len(log.records):
             rows = await self._read_spans(session, len(log.records))
-            log = log.extended(*(codec.decode_record(_unpack_record(row)) for row in rows))
+            log = log.extended(*(codec.decode_record(unpack_record(row)) for row in rows))
             self._cache.put(session, log)
         return log
 
@@ -273,7 +264,7 @@ class RedisSessionStore:
         if pending is not None:
             return codec.decode_pending(pending)
         if ended is not None:
-            return codec.decode_record(_unpack_record(ended))
+            return codec.decode_record(unpack_record(ended))
         record = (await self.read_log(session)).find(turn_id)
         if record is None:
             raise TurnNotFound(turn_id)
@@ -336,74 +327,27 @@ class RedisSessionStore:
         lengths = await self._call(self._client.hvals(self._key("tokens", tenant)))
         return TenantUsage(num_sessions=len(lengths), num_tokens=sum(map(int, lengths)))
 
-    # -- the parts of a write
+    # -- writing
 
     def _key(self, *parts: str) -> str:
         return self._prefix + ":".join(parts)
 
-    def _indexes(self, session: Session) -> list[str]:
-        indexes = [self._key("sessions"), self._key("tenant", session.tenant)]
-        if session.parent_session_id is not None:
-            indexes.append(self._key("children", session.parent_session_id))
-        return indexes
-
     def _new_write(self) -> Write:
         return Write(self._prefix)
 
-    def _new_save(
-        self,
-        session: Session,
-        guard: tuple[str, ...] | None = None,
-        *,
-        turn: PendingTurn | None = None,
-    ) -> tuple[Write, Session]:
-        """A write that stores `session` if its version is still the stored one."""
+    def _new_save(self, session: Session, *guards: tuple[str, str, str]) -> tuple[Write, Session]:
+        """A write that stores `session` if its version is still the stored one.
+
+        A guard names a hash, a field that must not be there yet, and the answer if it is.
+        """
         write = self._new_write()
-        if guard is not None:
-            write.add(*guard)
-        if turn is not None and turn.idempotency_key is not None:
-            keys = self._key("keys", session.id)
-            write.add("?absent", keys, turn.idempotency_key, "key")
+        for hash_key, hash_field, answer in guards:
+            write.add("?absent", hash_key, hash_field, answer)
         write.add("?version", self._key("session", session.id), session.version)
-        self._guard_lineage(write, session)
+        write.guard_lineage(session)
         stored = replace(session, version=session.version + 1)
-        self._add_body(write, stored)
+        write.put_body(stored)
         return write, stored
-
-    def _guard_lineage(self, write: Write, session: Session) -> None:
-        for span in session.lineage:
-            write.add("?length", self._key("log", span.log_id), span.end)
-
-    def _add_session(self, write: Write, session: Session) -> None:
-        settings = codec.encode_settings(session.settings)
-        write.add("HSET", self._key("session", session.id), "settings", settings)
-        self._add_body(write, session)
-        for index in self._indexes(session):
-            write.add("ZADD", index, 0, session.id)
-
-    def _add_body(self, write: Write, session: Session) -> None:
-        body = codec.encode_session(session)
-        version = session.version
-        write.add("HSET", self._key("session", session.id), "version", version, "body", body)
-        if session.current_turn is None:
-            write.add("ZADD", self._key("expiry"), session.expires_at_ms, session.id)
-        else:
-            write.add("ZREM", self._key("expiry"), session.id)
-        write.add("HSET", self._key("tokens", session.tenant), session.id, session.num_tokens)
-
-    def _add_log(self, write: Write, session: Session, records: Sequence[Record]) -> None:
-        check_records(session, records)
-        own = LogSpan(log_id=session.log_id, first=0, end=OPEN_END)
-        for span in (*session.lineage, own):
-            write.add("HSET", self._key("log", span.log_id, "refs"), session.id, span.end)
-            write.add("HSET", self._key("refs", session.id), span.log_id, 1)
-        for record in records:
-            write.add("RPUSH", self._key("log", session.log_id), _pack_record(record))
-            write.add("HSET", self._key("log", session.log_id, "ids"), record.id, 1)
-
-    def _add_no_pending(self, write: Write, session_id: str) -> None:
-        write.add("DEL", self._key("pending", session_id))
-        write.add("SREM", self._key("pending"), session_id)
 
     def _check(self, reply: list[bytes], session: Session) -> None:
         if reply[0] == b"ok":
@@ -537,19 +481,6 @@ def _matches(session: Session, query: ListQuery) -> bool:
         and (query.status is None or session.status == query.status)
         and all(pair in metadata for pair in query.metadata.items())
     )
-
-
-def _pack_record(record: Record) -> bytes:
-    row = codec.encode_record(record)
-    return _pack((row.input_len, row.tokens, row.body))
-
-
-def _unpack_record(packed: bytes) -> StoredRecord:
-    try:
-        input_len, tokens, body = _unpack(packed, type=tuple[int, bytes, bytes])
-    except msgspec.MsgspecError as error:
-        raise StoreCorrupt(f"a stored record does not decode: {error}") from error
-    return StoredRecord(tokens, input_len, body)
 
 
 def _describe(error: Exception) -> StoreError:
