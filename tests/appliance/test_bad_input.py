@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every refusal of the session API: status, code and the path of the field at fault; the session
+stays usable after each, and nothing that was refused reached the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fakes.appliance import Json, RunningApp, says
+
+TURN_CASES: list[tuple[str, Json, int, str, str | None]] = [
+    ("unknown field", {"input": "x", "temprature": 1}, 400, "unknown_field", "temprature"),
+    ("wrong type", {"input": "x", "stream": "yes"}, 400, "invalid_type", "stream"),
+    ("number as text", {"input": "x", "max_output_tokens": "5"}, 400, "invalid_type",
+     "max_output_tokens"),
+    ("input no list", {"input": 5}, 400, "invalid_type", "input"),
+    ("out of range", {"input": "x", "top_p": 0}, 400, "invalid_value", "top_p"),
+    ("no output", {"input": "x", "max_output_tokens": 0}, 400, "invalid_value",
+     "max_output_tokens"),
+    ("item type", {"input": [{"type": "image", "url": "x"}]}, 400, "unknown_item_type",
+     "input[0].type"),
+    ("part type", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400,
+     "unknown_item_type", "input[0].content[0].type"),
+    ("item field", {"input": [{"role": "user", "content": "x", "nmae": "y"}]}, 400,
+     "unknown_field", "input[0].nmae"),
+    ("item no object", {"input": ["x"]}, 400, "invalid_type", "input[0]"),
+    ("role", {"input": [{"role": "robot", "content": "x"}]}, 400, "invalid_type",
+     "input[0].role"),
+    ("call id", {"input": [{"type": "function_call_output", "call_id": "call_x", "output": "y"}]},
+     422, "unknown_call_id", "input[0].call_id"),
+    ("empty stop", {"input": "x", "stop": [""]}, 400, "invalid_value", "stop"),
+    ("response format", {"input": "x", "response_format": {"type": "yaml"}}, 400,
+     "invalid_schema", "response_format.type"),
+    ("response schema", {"input": "x", "response_format": {"type": "json_schema",
+     "json_schema": {"schema": {"type": "objekt"}}}}, 400, "invalid_schema",
+     "response_format.json_schema.schema.type"),
+    ("tool choice", {"input": "x", "tool_choice": "sometimes"}, 400, "invalid_tool_choice",
+     "tool_choice"),
+    ("named tool", {"input": "x", "tool_choice": {"type": "function", "name": "rm"}}, 400,
+     "invalid_tool_choice", "tool_choice.name"),
+    ("required without tools", {"input": "x", "tool_choice": "required"}, 400,
+     "invalid_tool_choice", "tool_choice"),
+    ("revision", {"input": "x", "expect_revision": 99}, 409, "revision_conflict",
+     "expect_revision"),
+    ("nothing to answer", {"input": [], "tool_choice": "none"}, 400, "invalid_value", "input"),
+    ("too long", {"input": "word " * 9000}, 400, "context_length_exceeded", "input"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("case", TURN_CASES, ids=[case[0] for case in TURN_CASES])
+def test_a_bad_turn_is_refused_and_the_session_stays_usable(
+    app: RunningApp, case: tuple[str, Json, int, str, str | None], stream: bool
+) -> None:
+    _, body, status, code, param = case
+    session_id = app.session()
+    num_requests = len(app.engine.requests)
+    if "stream" not in body:
+        body = {**body, "stream": stream}
+    reply = app.post(f"/v1/sessions/{session_id}/turns", body)
+    assert app.error(reply) == (status, code, param)
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert len(app.engine.requests) == num_requests
+    session = app.get(f"/v1/sessions/{session_id}").json()
+    assert (session["revision"], session["status"], session["num_tokens"]) == (0, "idle", 0)
+    assert app.turn(session_id, "hello")["status"] == "completed"
+
+
+CREATE_CASES: list[tuple[str, Json, int, str, str | None]] = [
+    ("model", {"model": "gpt-9"}, 404, "model_not_found", "model"),
+    ("no model", {}, 400, "missing_field", "model"),
+    ("unknown field", {"model": "default", "cache": {"hodl": {}}}, 400, "unknown_field",
+     "cache.hodl"),
+    ("hold", {"model": "default", "cache": {"hold": {"l1": "soon"}}}, 400, "invalid_setting",
+     "cache.hold.l1"),
+    ("expiry", {"model": "default", "expires_after": "7 days"}, 400, "invalid_setting",
+     "expires_after"),
+    ("tool name", {"model": "default", "tools": [{"type": "function", "name": "a b"}]}, 400,
+     "invalid_schema", "tools[0].name"),
+    ("tool schema", {"model": "default", "tools": [{"type": "function", "name": "f",
+     "parameters": {"type": "object", "properties": {"p": {"type": "strng"}}}}]}, 400,
+     "invalid_schema", "tools[0].parameters.properties.p.type"),
+    ("two tools of one name", {"model": "default", "tools": [{"type": "function", "name": "f"},
+     {"type": "function", "name": "f"}]}, 400, "invalid_schema", "tools[1].name"),
+    ("initial items", {"model": "default", "initial_items": [{"type": "video"}]}, 400,
+     "unknown_item_type", "initial_items[0].type"),
+    ("parent", {"model": "default", "parent_session_id": "sess_x"}, 404, "session_not_found",
+     None),
+    ("metadata", {"model": "default", "metadata": {"n": 1}}, 400, "invalid_type", "metadata.n"),
+    ("not yet", {"model": "default", "on_conflict": "queue"}, 400, "unsupported_parameter",
+     "on_conflict"),
+    ("not yet", {"model": "default", "context": {"on_overflow": "compact"}}, 400,
+     "unsupported_parameter", "context.on_overflow"),
+    ("too long", {"model": "default", "instructions": "word " * 9000}, 400,
+     "context_length_exceeded", "initial_items"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CREATE_CASES, ids=[f"{c[0]}-{c[4]}" for c in CREATE_CASES])
+def test_a_bad_session_is_refused(
+    app: RunningApp, case: tuple[str, Json, int, str, str | None]
+) -> None:
+    _, body, status, code, param = case
+    assert app.error(app.post("/v1/sessions", body)) == (status, code, param)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "", None),
+        ("POST", "", {"priority": 1}),
+        ("GET", "/items", None),
+        ("GET", "/tokens", None),
+        ("GET", "/cache", None),
+        ("GET", "/turns", None),
+        ("POST", "/turns", {"input": "x"}),
+        ("POST", "/items", {"items": "x"}),
+        ("POST", "/fork", {}),
+        ("GET", "/turns/turn_x", None),
+        ("GET", "/turns/turn_x/events", None),
+        ("POST", "/turns/turn_x/cancel", None),
+    ],
+)
+def test_an_unknown_session_is_404(app: RunningApp, method: str, path: str, body: Any) -> None:
+    reply = app.http.request(method, f"/v1/sessions/sess_unknown{path}", json=body)
+    assert app.error(reply)[:2] == (404, "session_not_found")
+
+
+@pytest.mark.parametrize("path", ["", "/events"])
+def test_an_unknown_turn_is_404(app: RunningApp, path: str) -> None:
+    reply = app.get(f"/v1/sessions/{app.session()}/turns/turn_unknown{path}")
+    assert app.error(reply)[:2] == (404, "turn_not_found")
+
+
+@pytest.mark.parametrize("at", ["turn_unknown", "item_unknown"])
+def test_a_fork_at_an_unknown_point_is_404(app: RunningApp, at: str) -> None:
+    reply = app.post(f"/v1/sessions/{app.session()}/fork", {"at": at})
+    assert reply.status_code == 404
+
+
+def test_malformed_json_is_named_as_such(app: RunningApp) -> None:
+    path = f"/v1/sessions/{app.session()}/turns"
+    reply = app.http.post(path, content=b'{"input": ', headers={"Content-Type": "application/json"})
+    assert app.error(reply)[:2] == (400, "invalid_json")
+    reply = app.http.post(path, content=b"[1]", headers={"Content-Type": "application/json"})
+    assert app.error(reply)[:2] == (400, "invalid_type")
+
+
+def test_unresolved_tool_calls_are_named_and_may_be_closed_on_request(app: RunningApp) -> None:
+    tool = {"type": "function", "name": "ls", "parameters": {"type": "object", "properties": {}}}
+    app.engine.script = says('<tool_call>[{"name": "ls", "arguments": {}}]</tool_call>', "ok")
+    session_id = app.session(tools=[tool])
+    call_id = app.turn(session_id, "go", tool_choice="required")["output"][0]["call_id"]
+    reply = app.post(f"/v1/sessions/{session_id}/turns", {"input": "never mind"})
+    assert app.error(reply) == (422, "unresolved_tool_calls", "input")
+    assert reply.json()["error"]["call_ids"] == [call_id]
+    turn = app.turn(session_id, "never mind", auto_close_calls=True)
+    assert turn["input"][0]["status"] == "interrupted"
+    assert turn["input"][0]["call_id"] == call_id
+
+
+def test_a_second_turn_while_one_runs_is_409_with_the_turn_s_id(app: RunningApp) -> None:
+    app.engine.pause()
+    session_id = app.session()
+    body = {"input": "x", "stream": True}
+    with app.http.stream("POST", f"/v1/sessions/{session_id}/turns", json=body) as first:
+        turn_id = first.headers["x-turn-id"]
+        for path, second in (("turns", {"input": "y"}), ("items", {"items": "y"})):
+            reply = app.post(f"/v1/sessions/{session_id}/{path}", second)
+            assert app.error(reply)[:2] == (409, "turn_in_progress")
+            assert reply.json()["error"]["turn_id"] == turn_id
+        reply = app.post(f"/v1/sessions/{session_id}", {"instructions": "new"})
+        assert app.error(reply)[:2] == (409, "turn_in_progress")
+        app.engine.resume()
+        first.read()
+    assert app.turn(session_id, "y")["status"] == "completed"
+
+
+def test_an_unknown_route_and_method_answer_in_the_same_envelope(app: RunningApp) -> None:
+    assert app.error(app.get("/v1/nothing"))[:2] == (404, "not_found")
+    assert app.error(app.http.put("/v1/sessions"))[:2] == (405, "method_not_allowed")
+
+
+def test_a_cursor_that_is_no_number_is_refused(app: RunningApp) -> None:
+    session_id = app.session()
+    turn_id = app.turn(session_id)["id"]
+    path = f"/v1/sessions/{session_id}/turns/{turn_id}/events"
+    assert app.error(app.get(path, headers={"Last-Event-ID": "abc"}))[:2] == (400, "invalid_value")
+    reply = app.get(path, params={"starting_after": "abc"})
+    assert app.error(reply) == (400, "invalid_type", "starting_after")
+
+
+def test_a_session_past_its_time_is_410(app: RunningApp) -> None:
+    session_id = app.session(expires_after="1ms")
+    reply = app.post(f"/v1/sessions/{session_id}/turns", {"input": "x"})
+    assert app.error(reply)[:2] == (410, "session_expired")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cancelling: what is kept, what never is, and that the next turn reuses it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.fakes.appliance import Json, RunningApp, says, sse_events
+
+TOOL = {
+    "type": "function",
+    "name": "ls",
+    "parameters": {
+        "type": "object",
+        "properties": {"path": {"type": "string"}},
+        "required": ["path"],
+    },
+}
+
+
+def run_until(
+    app: RunningApp, session_id: str, is_enough: str, **fields: object
+) -> tuple[Json, list[Json]]:
+    """Stream a turn, cancel it at the first event of this type; (cancel's answer, all events)."""
+    path = f"/v1/sessions/{session_id}/turns"
+    events: list[Json] = []
+    answer: Json = {}
+    body = {"input": "go", "stream": True, **fields}
+    with app.http.stream("POST", path, json=body) as reply:
+        for event in sse_events(reply):
+            events.append(event)
+            if event["type"] == is_enough and not answer:
+                answer = app.post(f"{path}/{event['turn_id']}/cancel").json()
+    return answer, events
+
+
+def test_a_cancelled_turn_keeps_its_text_and_the_next_turn_reuses_it(app: RunningApp) -> None:
+    app.engine.script = says("word " * 400)
+    app.engine.tokens_per_s = 100
+    session_id = app.session()
+    answer, events = run_until(app, session_id, "response.output_text.delta")
+    assert events[-1]["type"] == "turn.cancelled" and events[-1]["turn"] == answer
+    assert answer["committed_tokens"] == answer["usage"]["output_tokens"] > 0
+    assert answer["output"][0]["status"] == "incomplete"
+    assert app.engine.aborted[-1] == answer["id"]
+    session = app.get(f"/v1/sessions/{session_id}").json()
+    assert (session["status"], session["revision"]) == ("idle", 1)
+    known = session["num_tokens"]
+    app.engine.script, app.engine.tokens_per_s = says("ok"), 0.0
+    turn = app.turn(session_id, "and now?")
+    assert turn["x_cache"]["l1"] == known - 1 and turn["cache"]["miss"] is None
+
+
+def test_cancel_is_idempotent_and_harmless_after_the_end(app: RunningApp) -> None:
+    session_id = app.session()
+    turn = app.turn(session_id)
+    path = f"/v1/sessions/{session_id}/turns/{turn['id']}/cancel"
+    assert app.post(path).json() == turn == app.post(path).json()
+
+
+@pytest.mark.parametrize("done", ["response.output_item.added", "response.output_item.done"])
+def test_a_cancelled_turn_keeps_no_call_whole_or_half(app: RunningApp, done: str) -> None:
+    call = '{"name": "ls", "arguments": {"path": "src"}}'
+    app.engine.script = says(f"Let me look. <tool_call>[{call}, {call}, {call}]</tool_call>")
+    app.engine.tokens_per_s = 60
+    session_id = app.session(tools=[TOOL])
+    path = f"/v1/sessions/{session_id}/turns"
+    with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
+        for event in sse_events(reply):
+            if event["type"] == done and event["item"]["type"] == "function_call":
+                answer = app.post(f"{path}/{event['turn_id']}/cancel").json()
+                break
+    assert answer["status"] == "cancelled"
+    assert [item["type"] for item in answer["output"]] == ["message"]
+    assert answer["output"][0]["content"][0]["text"] == "Let me look."
+    session = app.get(f"/v1/sessions/{session_id}").json()
+    assert (session["status"], session["open_calls"]) == ("idle", [])
+    ids = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
+    text = app.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    assert text.endswith("<|im_start|>assistant\nLet me look.")
+    app.engine.script, app.engine.tokens_per_s = says("ok"), 0.0
+    turn = app.turn(session_id, "again")
+    assert turn["status"] == "completed" and turn["cache"]["miss"] is None
+
+
+def test_store_partial_false_leaves_the_history_as_it_was(app: RunningApp) -> None:
+    app.engine.script = says("word " * 400)
+    app.engine.tokens_per_s = 100
+    session_id = app.session()
+    answer, _ = run_until(app, session_id, "response.output_text.delta", store_partial=False)
+    assert (answer["status"], answer["committed"]) == ("cancelled", False)
+    assert (answer["committed_tokens"], answer["output"]) == (0, [])
+    session = app.get(f"/v1/sessions/{session_id}").json()
+    assert (session["revision"], session["num_tokens"], session["status"]) == (0, 0, "idle")
+
+
+def test_a_turn_can_be_cancelled_before_its_first_token(app: RunningApp) -> None:
+    app.engine.prefill_s = 30.0
+    session_id = app.session()
+    started = time.monotonic()
+    answer, events = run_until(app, session_id, "turn.queued")
+    assert answer["status"] == "cancelled" and time.monotonic() - started < 20
+    assert answer["output"] == [] and answer["committed_tokens"] == 0
+    app.engine.prefill_s = 0.0
+    assert app.turn(session_id, "again")["status"] == "completed"
+
+
+def test_closing_a_session_stops_its_turn_and_is_idempotent(app: RunningApp) -> None:
+    app.engine.script = says("word " * 400)
+    app.engine.tokens_per_s = 50
+    session_id = app.session()
+    path = f"/v1/sessions/{session_id}/turns"
+    with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
+        events = sse_events(reply)
+        turn_id = next(events)["turn_id"]
+        for _ in range(2):
+            closed = app.http.delete(f"/v1/sessions/{session_id}")
+            assert closed.json() == {"id": session_id, "object": "session", "deleted": True}
+        assert list(events)[-1]["type"] == "turn.cancelled"
+    assert turn_id in app.engine.aborted
+    assert app.get(f"/v1/sessions/{session_id}").status_code == 404
+    assert app.get(f"{path}/{turn_id}/events").status_code == 404

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams that break, readers that come late, requests that come twice."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import time
+from pathlib import Path
+
+import httpx
+
+from appliance.turn_events import EventJournals
+from tests.fakes.appliance import Json, RunningApp, says, sse_events
+
+
+def read_events(app: RunningApp, session_id: str, turn_id: str, after: int) -> list[Json]:
+    path = f"/v1/sessions/{session_id}/turns/{turn_id}/events"
+    with app.http.stream("GET", path, params={"starting_after": after}) as reply:
+        assert reply.status_code == 200, reply.read()
+        return list(sse_events(reply))
+
+
+def test_a_reader_cut_at_any_event_gets_exactly_the_rest(app: RunningApp) -> None:
+    session_id = app.session()
+    events = app.stream(session_id, "Hi")
+    turn_id = events[0]["turn_id"]
+    for cut in range(len(events) + 1):
+        assert read_events(app, session_id, turn_id, cut) == events[cut:]
+    path = f"/v1/sessions/{session_id}/turns/{turn_id}/events"
+    with app.http.stream("GET", path, headers={"Last-Event-ID": "3"}) as reply:
+        assert list(sse_events(reply)) == events[3:]
+
+
+def test_many_readers_of_a_running_turn_all_see_every_event(app: RunningApp) -> None:
+    app.engine.script = says("word " * 60)
+    app.engine.tokens_per_s = 200
+    session_id = app.session()
+    body = {"input": "go", "stream": True}
+    with (
+        concurrent.futures.ThreadPoolExecutor(8) as pool,
+        app.http.stream("POST", f"/v1/sessions/{session_id}/turns", json=body) as first,
+    ):
+        turn_id = first.headers["x-turn-id"]
+        readers = [
+            pool.submit(read_events, app, session_id, turn_id, after) for after in range(8)
+        ]
+        whole = list(sse_events(first))
+        for after, reader in enumerate(readers):
+            assert reader.result() == whole[after:]
+
+
+def test_a_turn_goes_on_when_its_reader_leaves(app: RunningApp) -> None:
+    app.engine.script = says("word " * 40)
+    app.engine.tokens_per_s = 200
+    session_id = app.session()
+    body = {"input": "go", "stream": True}
+    with app.http.stream("POST", f"/v1/sessions/{session_id}/turns", json=body) as reply:
+        turn_id = next(sse_events(reply))["turn_id"]
+    events = read_events(app, session_id, turn_id, 0)
+    assert events[-1]["type"] == "turn.completed"
+    assert app.get(f"/v1/sessions/{session_id}").json()["revision"] == 1
+
+
+def test_a_session_may_ask_for_its_turns_to_be_cancelled_with_their_reader(
+    app: RunningApp,
+) -> None:
+    app.engine.script = says("word " * 400)
+    app.engine.tokens_per_s = 100
+    session_id = app.session(on_disconnect="cancel")
+    path = f"/v1/sessions/{session_id}/turns"
+    with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
+        turn_id = next(sse_events(reply))["turn_id"]
+    assert read_events(app, session_id, turn_id, 0)[-1]["type"] == "turn.cancelled"
+    with httpx.Client(base_url=app.url, timeout=0.3) as client:
+        try:
+            client.post(path, json={"input": "go"})
+        except httpx.ReadTimeout:
+            pass
+        else:
+            raise AssertionError("the turn should outlast the client's patience")
+    deadline = time.monotonic() + 10
+    while app.get(f"/v1/sessions/{session_id}").json()["current_turn"] is not None:
+        assert time.monotonic() < deadline, "the turn was not cancelled"
+        time.sleep(0.02)
+    assert app.get(path).json()["data"][-1]["status"] == "cancelled"
+
+
+def test_fifty_concurrent_posts_under_one_key_make_one_turn(app: RunningApp) -> None:
+    app.engine.prefill_s = 0.1
+    session_id = app.session()
+    num_requests = len(app.engine.requests)
+    path = f"/v1/sessions/{session_id}/turns"
+
+    def post(number: int) -> Json:
+        reply = httpx.post(
+            app.url + path, json={"input": "x"}, headers={"Idempotency-Key": "k1"}, timeout=60
+        )
+        assert reply.status_code == 200, reply.text
+        return dict(reply.json())
+
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        turns = list(pool.map(post, range(50)))
+    assert len(app.engine.requests) == num_requests + 1
+    assert all(turn == turns[0] for turn in turns)
+    assert app.get(f"/v1/sessions/{session_id}").json()["revision"] == 1
+
+
+def test_a_key_attaches_streamed_or_not_and_refuses_another_body(app: RunningApp) -> None:
+    session_id = app.session()
+    headers = {"Idempotency-Key": "k"}
+    events = app.stream(session_id, "x", headers=headers)
+    assert app.stream(session_id, "x", headers=headers) == events
+    path = f"/v1/sessions/{session_id}/turns"
+    assert app.post(path, {"input": "x"}, headers=headers).json() == events[-1]["turn"]
+    reply = app.post(path, {"input": "y"}, headers=headers)
+    assert app.error(reply) == (422, "idempotency_key_reused", "Idempotency-Key")
+    assert reply.json()["error"]["turn_id"] == events[0]["turn_id"]
+    # Another session's key is another key.
+    other = app.session()
+    assert app.post(f"/v1/sessions/{other}/turns", {"input": "y"}, headers=headers).is_success
+
+
+def test_a_comment_heartbeat_comes_while_the_turn_is_silent(tmp_path: Path) -> None:
+    with RunningApp(tmp_path, settings={"server": {"heartbeat_s": 0.05}}) as app:
+        app.engine.pause()
+        path = f"/v1/sessions/{app.session()}/turns"
+        with app.http.stream("POST", path, json={"input": "x", "stream": True}) as reply:
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            lines = reply.iter_lines()
+            for _ in range(3):
+                assert next(line for line in lines if line.startswith(":")) == ": heartbeat"
+            app.engine.resume()
+            assert any("turn.completed" in line for line in lines)
+
+
+def test_events_past_the_window_are_410_with_a_link_and_a_key_still_answers(
+    tmp_path: Path,
+) -> None:
+    with RunningApp(tmp_path, settings={"server": {"replay_minutes": 0.0}}) as app:
+        session_id = app.session()
+        headers = {"Idempotency-Key": "k"}
+        turn_id = app.stream(session_id, "x", headers=headers)[0]["turn_id"]
+        app.services.journals.sweep()
+        path = f"/v1/sessions/{session_id}/turns/{turn_id}"
+        reply = app.get(f"{path}/events")
+        assert app.error(reply)[:2] == (410, "events_expired")
+        assert reply.json()["error"]["turn"] == path
+        assert app.get(path).json()["status"] == "completed"
+        events = app.stream(session_id, "x", headers=headers)
+        assert [event["type"] for event in events] == ["turn.completed"]
+        assert events[0]["turn"] == app.get(path).json()
+
+
+def test_a_journal_reads_back_byte_for_byte_without_a_line_the_crash_cut(tmp_path: Path) -> None:
+    journals = EventJournals(tmp_path, replay_s=60)
+    events = journals.create("sess_a", "turn_a")
+    events.emit("turn.created", {})
+    events.emit("response.output_text.delta", {"delta": "a\n\nb"})
+    frames = list(events.frames)
+    path = tmp_path / "turn_a.events"
+    path.write_bytes(path.read_bytes() + b"id: 3\nevent: response.outp")
+    again = EventJournals(tmp_path, replay_s=60).reopen("sess_a", "turn_a")
+    assert again.frames == frames
+    # What a resumed turn says again is dropped; what is new goes on under the next number.
+    again.emit("turn.created", {})
+    again.emit("response.output_text.delta", {"delta": "a\n\nb"})
+    again.emit("response.output_text.delta", {"delta": "c"})
+    assert again.frames[:-1] == frames
+    assert json.loads(again.frames[-1].split(b"data: ")[1])["sequence_number"] == 3
+
+
+def test_another_session_s_events_are_not_found_under_one_s_own(app: RunningApp) -> None:
+    session_id, other = app.session(), app.session()
+    turn_id = app.turn(session_id)["id"]
+    for fresh in (False, True):
+        if fresh:  # as after a restart: from the journal, not from memory
+            app.services.journals._turns.clear()
+        reply = app.get(f"/v1/sessions/{other}/turns/{turn_id}/events")
+        assert app.error(reply)[:2] == (404, "turn_not_found")
