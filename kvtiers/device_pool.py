@@ -6,6 +6,9 @@ Does not know: which page is whose (the control plane does), requests.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+
 import torch
 
 from kvtiers.config import DevicePoolConfig
@@ -21,14 +24,30 @@ class DevicePool:
     def __init__(self, layout: PageLayout, num_pages: int, device: torch.device) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        # On a CPU zeros are mapped, not written: pages cost memory when they are first used.
-        self.kv = torch.zeros(
-            layout.pool_shape(num_pages), dtype=_TORCH_DTYPES[layout.dtype], device=device
-        )
+        num_bytes = num_pages * layout.page_bytes
+        raw = _host_bytes(num_bytes) if device.type == "cpu" else _device_bytes(num_bytes, device)
+        self.kv = raw.view(_TORCH_DTYPES[layout.dtype]).view(layout.pool_shape(num_pages))
 
     def page_bytes(self, page: int) -> torch.Tensor:
         """The bytes of one page, uint8 [page_bytes]; view."""
         return self.kv[page].view(-1).view(torch.uint8)
+
+
+def _host_bytes(num_bytes: int) -> torch.Tensor:
+    """Zeroed memory that is mapped, not written: a page costs memory when it is first used.
+
+    torch.zeros would write all of it (seconds for gigabytes).
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Fewer faults when a prompt is first written, fewer TLB misses when it is read.
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _device_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def count_pages(

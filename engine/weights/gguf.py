@@ -177,6 +177,8 @@ class _HeaderReader:
     def _array(self) -> list[Any]:
         kind = self._unpack(_U32)
         count = self._unpack(_U64)
+        if kind == _STRING:
+            return self._string_array(count)
         if kind not in _SCALAR_DTYPES:
             return [self._value(kind) for _ in range(count)]
         dtype = np.dtype(_SCALAR_DTYPES[kind])
@@ -187,6 +189,19 @@ class _HeaderReader:
         self.position = end
         result: list[Any] = values.tolist()
         return result
+
+    def _string_array(self, count: int) -> list[Any]:
+        """Vocabularies have 100,000 entries: no call per string but the decoding itself."""
+        data, position, length_of = self._mapped, self.position, _U64.unpack_from
+        strings: list[Any] = []
+        for _ in range(count):
+            start = position + 8
+            position = start + length_of(data, position)[0]
+            strings.append(data[start:position].decode("utf-8"))
+        if position > len(data):
+            raise ModelFormatError(f"{self._path}: header is cut short")
+        self.position = position
+        return strings
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
