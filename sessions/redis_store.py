@@ -270,13 +270,14 @@ class RedisSessionStore:
             raise TurnNotFound(turn_id)
         return record
 
-    async def pending_turns(self) -> tuple[PendingTurn, ...]:
+    async def pending_turns(self, *, owner: str | None = None) -> tuple[PendingTurn, ...]:
         session_ids = sorted(await self._call(self._client.smembers(self._key("pending"))))
         pipeline = self._client.pipeline(transaction=False)
         for session_id in session_ids:
             pipeline.hvals(self._key("pending", session_id.decode()))
         bodies = [body for values in await self._call(pipeline.execute()) for body in values]
-        turns = map(codec.decode_pending, bodies)
+        decoded = map(codec.decode_pending, bodies)
+        turns = (turn for turn in decoded if owner is None or turn.owner == owner)
         return tuple(sorted(turns, key=lambda turn: turn.id))
 
     # -- keys, expiry, usage

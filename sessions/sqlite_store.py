@@ -197,11 +197,12 @@ class SqliteSessionStore:
             raise TurnNotFound(turn_id)
         return record
 
-    async def pending_turns(self) -> tuple[PendingTurn, ...]:
+    async def pending_turns(self, *, owner: str | None = None) -> tuple[PendingTurn, ...]:
         rows = await self._db.read(
             lambda db: db.execute("SELECT body FROM pending_turns ORDER BY turn_id").fetchall()
         )
-        return tuple(codec.decode_pending(body) for (body,) in rows)
+        turns = (codec.decode_pending(body) for (body,) in rows)
+        return tuple(turn for turn in turns if owner is None or turn.owner == owner)
 
     # -- keys, expiry, usage
 

@@ -145,8 +145,11 @@ class SessionStore(Protocol):
     async def read_turn(self, session: Session, turn_id: str) -> PendingTurn | Record:
         """A pending, committed or uncommitted turn. Raises `TurnNotFound`."""
 
-    async def pending_turns(self) -> tuple[PendingTurn, ...]:
-        """Every turn that was begun and has not ended (to attach to after a restart)."""
+    async def pending_turns(self, *, owner: str | None = None) -> tuple[PendingTurn, ...]:
+        """Every turn (of one owner) that was begun and has not ended, oldest first.
+
+        To attach to after a restart.
+        """
 
     async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
         """Look an idempotency key up; None if unknown."""

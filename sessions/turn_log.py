@@ -81,6 +81,7 @@ class PendingTurn:
     body_hash: str = ""
     created_at_ms: int = 0
     deadline_ms: int | None = None
+    owner: str = ""  # who runs it, where several API processes share a store: a name that stays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ class Record:
     body_hash: str = ""
     timings: TurnTimings | None = None
     model_fingerprint: str = ""
-    page_hashes: bytes = b""  # 16 bytes per full page of the history up to here, new ones only
+    page_hashes: bytes = b""  # 16 bytes for each page of the history that this record filled
     committed: bool = True
 
     @property
@@ -174,6 +175,20 @@ class TurnLog:
     def items(self) -> tuple[Item, ...]:
         """The transcript."""
         return tuple(item for record in self.records for item in record.items)
+
+    @property
+    def page_hashes(self) -> bytes:
+        """The manifest: 16 bytes for each full page of the history, in order, where known."""
+        return b"".join(record.page_hashes for record in self.records)
+
+    def new_page_hashes(self, page_hashes: bytes) -> bytes:
+        """Of all hashes of a history that goes on from this one, those this log does not have.
+
+        Empty where the engine's answer does not continue the manifest (another page size, a
+        failed turn in between): a manifest never has a gap.
+        """
+        known = self.page_hashes
+        return page_hashes[len(known) :] if page_hashes.startswith(known) else b""
 
     @property
     def is_closed(self) -> bool:

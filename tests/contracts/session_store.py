@@ -251,6 +251,18 @@ class SessionStoreContract:
         assert harness.run(other.read_turn(running, turn.id)) == turn
         assert harness.run(other.read_log(running)).num_tokens == session.num_tokens
 
+    def test_pending_turns_are_told_apart_by_owner(self, harness: StoreHarness) -> None:
+        turns = []
+        for owner in ("east", "west"):
+            session = self._make(harness)
+            turn = replace(pending(session), owner=owner)
+            harness.run(harness.store.begin_turn(session.begin_turn(turn, NOW_MS), turn))
+            turns.append(turn)
+        store = harness.another()
+        assert harness.run(store.pending_turns()) == tuple(turns)
+        assert harness.run(store.pending_turns(owner="west")) == (turns[1],)
+        assert harness.run(store.pending_turns(owner="")) == ()
+
     def test_ended_turn_is_readable_but_not_history(
         self, harness: StoreHarness, session: Session
     ) -> None:

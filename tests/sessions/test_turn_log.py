@@ -50,6 +50,19 @@ def test_extending_a_log_joins_the_same_bytes_as_a_fresh_log() -> None:
     assert prefix.extended(*log.records[2:]).token_ids == TurnLog(log.records).token_ids
 
 
+def test_the_manifest_takes_new_pages_only_and_never_has_a_gap() -> None:
+    _, log = grown(2)
+    pages = [bytes([number]) * 16 for number in range(5)]
+    first = replace(log.records[1], page_hashes=b"".join(pages[:2]))
+    log = TurnLog((log.records[0], first))
+    assert log.new_page_hashes(b"".join(pages)) == b"".join(pages[2:])
+    assert log.new_page_hashes(b"".join(pages[:2])) == b""
+    assert log.new_page_hashes(b"".join(pages[1:])) == b""
+    assert TurnLog().new_page_hashes(b"".join(pages)) == b"".join(pages)
+    second = replace(first, id="turn_2", page_hashes=log.new_page_hashes(b"".join(pages)))
+    assert log.extended(second).page_hashes == b"".join(pages)
+
+
 def test_cut_finds_head_turn_item_and_revision() -> None:
     _, log = grown(3)
     assert log.cut("head").num_records == 4
