@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig
+from engine.execution.model_loading import has_compiled_decoder
 from engine.execution.model_runner import build_model_runner
 from tests.fakes.paged_driver import PagedDriver
 
@@ -133,3 +134,26 @@ def test_bfloat16_stays_near_the_float32_logits(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0, -1]
     assert torch.nn.functional.cosine_similarity(found, expected, dim=0) > 0.999
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the CPU kernels are not built")
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_compiled_decoder_stays_near_the_float32_logits(tmp_path: Path, is_tied: bool) -> None:
+    """Default settings on a dense checkpoint: bf16 weights and KV, prefill, then decode."""
+    changes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    model = _reference(
+        {**changes, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": is_tied}
+    )
+    model.save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), page_size=16, kv_pool_tokens=512, max_slots=1)
+    runner = build_model_runner(config)
+    assert runner.layout.dtype == "bfloat16"
+    driver = PagedDriver(runner, seed=4)
+    tokens = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(2)).tolist()
+    row = driver.open(0)
+    found = [driver.prefill(row, tokens[:50], chunk=23)]
+    found += [driver.step([(row, [token])])[0] for token in tokens[50:]]
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0, 49:]
+    similarity = torch.nn.functional.cosine_similarity(torch.stack(found), expected, dim=1)
+    assert float(similarity.min()) > 0.998
