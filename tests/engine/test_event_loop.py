@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -13,8 +12,8 @@ import zmq
 
 from engine import api
 from engine.client import EngineClient
-from engine.transport import decode_output, encode, endpoint, pack_ids, unpack_ids
-from tests.fakes.live_engine import EOS, LiveEngine
+from engine.transport import decode_output, encode, endpoint, pack_ids
+from tests.fakes.live_engine import EOS, Collected, LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner, expected_tokens, hashed_script
 
 VOCAB = 64
@@ -23,64 +22,6 @@ CONTROL = (0, 1)  # and EOS, which is a stop id
 
 def make_runner(**extra: object) -> ScriptedRunner:
     return ScriptedRunner(hashed_script(VOCAB), vocab_size=VOCAB, **extra)  # type: ignore[arg-type]
-
-
-def make_request(
-    request_id: str, prompt: list[int], max_new_tokens: int = 12, **extra: object
-) -> api.GenerateRequest:
-    sampling = {"temperature": 0.0, **extra.pop("sampling", {})}  # type: ignore[dict-item]
-    return api.GenerateRequest(
-        request_id=request_id,
-        token_ids=pack_ids(prompt),
-        sampling=api.SamplingParams(max_new_tokens=max_new_tokens, **sampling),  # type: ignore[arg-type]
-        **extra,  # type: ignore[arg-type]
-    )
-
-
-class Collected:
-    """All that one stream said."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.logprobs: list[api.TokenLogprobs] = []
-        self.progress: list[int] = []
-        self.started: api.Started | None = None
-        self.finished: api.Finished | None = None
-
-    async def read(self, stream: AsyncIterator[object]) -> Collected:
-        async for item in stream:
-            match item:
-                case api.Started():
-                    self.started = item
-                case api.PrefillProgress():
-                    self.progress.append(item.done)
-                case api.Tokens():
-                    self.ids += unpack_ids(item.token_ids).tolist()
-                    self.logprobs += item.logprobs or ()
-                case api.Finished():
-                    self.finished = item
-        return self
-
-
-async def run(client: EngineClient, request: api.GenerateRequest) -> Collected:
-    return await asyncio.wait_for(Collected().read(client.generate(request)), 30)
-
-
-def serve(engine: LiveEngine, work: Callable[[EngineClient], Awaitable[None]]) -> None:
-    """Run `work` with a client of `engine`, then check that the engine is sound."""
-
-    async def main() -> None:
-        client = EngineClient(engine.socket_path)
-        await client.start()
-        await client.wait_ready(20)
-        try:
-            await work(client)
-        finally:
-            await client.close()
-
-    with engine:
-        asyncio.run(main())
-    assert engine.error is None
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
@@ -181,7 +122,7 @@ def test_a_long_prefill_reports_progress_and_lets_others_decode(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("when", "num_steps", "num_tokens"), [("queued", 0, 0), ("prefill", 2, 0), ("decode", 5, 4)]
+    ("when", "num_steps", "num_tokens"), [("queued", 0, 0), ("prefill", 2, 0), ("decode", 5, 5)]
 )
 def test_an_abort_gives_all_pages_back_within_the_steps_under_way(
     tmp_path: Path, when: str, num_steps: int, num_tokens: int
@@ -206,7 +147,7 @@ def test_an_abort_gives_all_pages_back_within_the_steps_under_way(
         assert result.finished is not None
         assert result.finished.reason is api.FinishReason.ABORTED
         assert result.finished.num_output_tokens == len(result.ids)
-        assert num_tokens - 2 <= len(result.ids) <= num_tokens
+        assert num_tokens - 1 <= len(result.ids) <= num_tokens
         assert runner.num_steps <= num_steps + 2, "only the steps under way ran on"
         if when == "queued":
             await blocker

@@ -3,12 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+from engine import api
+from engine.client import EngineClient
 from engine.config import EngineConfig, GrammarConfig, SchedulerLimits
 from engine.execution.batch import ModelRunner
 from engine.grammar.compiler import GrammarCompiler
 from engine.loop.server import EngineServer, Vocabulary, WakeSignal
+from engine.transport import pack_ids, unpack_ids
 
 EOS = 2
 NUM_CONTROL = 3
@@ -94,3 +99,63 @@ class LiveEngine:
     def __exit__(self, *exc: object) -> None:
         if self._thread.is_alive():
             self.stop()
+
+
+def make_request(
+    request_id: str, prompt: list[int], max_new_tokens: int = 12, **extra: object
+) -> api.GenerateRequest:
+    """A greedy request; `sampling` overrides its parameters, the rest goes to the request."""
+    sampling = {"temperature": 0.0, **extra.pop("sampling", {})}  # type: ignore[dict-item]
+    return api.GenerateRequest(
+        request_id=request_id,
+        token_ids=pack_ids(prompt),
+        sampling=api.SamplingParams(max_new_tokens=max_new_tokens, **sampling),  # type: ignore[arg-type]
+        **extra,  # type: ignore[arg-type]
+    )
+
+
+class Collected:
+    """All that one stream said."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.logprobs: list[api.TokenLogprobs] = []
+        self.progress: list[int] = []
+        self.started: api.Started | None = None
+        self.finished: api.Finished | None = None
+
+    async def read(self, stream: AsyncIterator[object]) -> Collected:
+        async for item in stream:
+            match item:
+                case api.Started():
+                    self.started = item
+                case api.PrefillProgress():
+                    self.progress.append(item.done)
+                case api.Tokens():
+                    self.ids += unpack_ids(item.token_ids).tolist()
+                    self.logprobs += item.logprobs or ()
+                case api.Finished():
+                    self.finished = item
+        return self
+
+
+async def run(client: EngineClient, request: api.GenerateRequest) -> Collected:
+    """Everything one request says."""
+    return await asyncio.wait_for(Collected().read(client.generate(request)), 30)
+
+
+def serve(engine: LiveEngine, work: Callable[[EngineClient], Awaitable[None]]) -> None:
+    """Run `work` with a client of `engine`, then check that the engine is sound."""
+
+    async def main() -> None:
+        client = EngineClient(engine.socket_path)
+        await client.start()
+        await client.wait_ready(20)
+        try:
+            await work(client)
+        finally:
+            await client.close()
+
+    with engine:
+        asyncio.run(main())
+    assert engine.error is None
