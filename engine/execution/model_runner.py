@@ -67,7 +67,8 @@ class PagedModelRunner:
         Raises:
             KernelInputError: shapes disagree or an id is outside the vocabulary.
         """
-        with torch.inference_mode():
+        # Not inference_mode: the sampler edits the logits in place, outside of it.
+        with torch.no_grad():
             if batch.page_copies.shape[0]:
                 copy_pages(self._pool.kv, batch.page_copies)
             rows = PagedRows(
@@ -99,7 +100,7 @@ class PagedModelRunner:
                 page_table=zero[None],
                 page_size=self.page_size,
             )
-            with torch.inference_mode():
+            with torch.no_grad():
                 self._model.forward(torch.zeros_like(positions), rows, self._pool.kv, zero)
         self._pool.kv[0].zero_()
 
