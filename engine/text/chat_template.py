@@ -8,7 +8,6 @@ Does not know: HTTP, sessions, tool schemas; a tool is whatever JSON the templat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,23 +15,19 @@ import jinja2
 
 from engine.text.control_safety import Neutraliser, choose_sentinel, strings_in
 from engine.text.errors import MessageShapeError, TemplateRenderError
+from engine.text.placeholders import (
+    ASSISTANT_MARK,
+    CALL_ID,
+    PROBE_TOOL,
+    USER_MARK,
+    Message,
+    behind,
+    placeholder_call,
+    unused_mark,
+    with_parsed_arguments,
+)
 from engine.text.template_env import TemplateRefusal, compile_template
 from engine.text.tokenizer import Tokenizer
-
-Message = Mapping[str, Any]
-
-# Placeholder texts: letters only, so that no template reads anything into them.
-_USER_MARK = "Qplaceholderuserq"
-_ASSISTANT_MARK = "Qplaceholderassistantq"
-_CALL_ID = "call00000"  # nine letters and digits: some templates insist
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "qprobetoolq",
-        "description": "probe",
-        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
-    },
-}
 
 
 class ChatTemplate:
@@ -114,31 +109,31 @@ class ChatTemplate:
         self, new_messages: Sequence[Message], options: tuple[Any, ...]
     ) -> tuple[str, str]:
         """(sentinel, text behind the content of a placeholder assistant turn)."""
-        mark = _unused_mark(_ASSISTANT_MARK, [*new_messages, options[0], options[2]])
-        user = {"role": "user", "content": _USER_MARK}
+        mark = unused_mark(ASSISTANT_MARK, [*new_messages, options[0], options[2]])
+        user = {"role": "user", "content": USER_MARK}
         plain = {"role": "assistant", "content": mark}
         try:
             sentinel, text = self._render_guarded([user, plain, *new_messages], *options)
         except TemplateRenderError:
             # Some templates take a tool result only behind a call.
-            called = [user, _placeholder_call(new_messages, mark), *new_messages]
+            called = [user, placeholder_call(new_messages, mark), *new_messages]
             sentinel, text = self._render_guarded(called, *options)
-            return sentinel, self._from_end_token(_behind(text, mark))
-        return sentinel, _behind(text, mark)
+            return sentinel, self._from_end_token(behind(text, mark))
+        return sentinel, behind(text, mark)
 
     def _after_message(
         self, role: str, new_messages: Sequence[Message], options: tuple[Any, ...]
     ) -> tuple[str, str]:
         """(sentinel, text behind a whole placeholder message of this role)."""
-        mark = _unused_mark("Qplaceholderlastq", [*new_messages, *options])
+        mark = unused_mark("Qplaceholderlastq", [*new_messages, *options])
         last = {"role": role, "content": mark}
         if role == "tool":
-            last["tool_call_id"] = _CALL_ID
+            last["tool_call_id"] = CALL_ID
         opening = self._opening_for(last, options)
         tools, _, kwargs = options
-        closed = _behind(self._render_guarded([*opening, last], tools, False, kwargs)[1], mark)
+        closed = behind(self._render_guarded([*opening, last], tools, False, kwargs)[1], mark)
         sentinel, text = self._render_guarded([*opening, last, *new_messages], *options)
-        rest = _behind(text, mark)
+        rest = behind(text, mark)
         if rest.startswith(closed):
             return sentinel, rest[len(closed) :]
         # The template folds the new message into the one before, which is already in the
@@ -150,15 +145,15 @@ class ChatTemplate:
         """Placeholder messages that may stand before this one."""
         if last["role"] == "system":
             return []
-        user: Message = {"role": "user", "content": _USER_MARK}
-        plain: list[Message] = [user, {"role": "assistant", "content": _ASSISTANT_MARK}]
+        user: Message = {"role": "user", "content": USER_MARK}
+        plain: list[Message] = [user, {"role": "assistant", "content": ASSISTANT_MARK}]
         if last["role"] != "tool":
             return plain
         tools, _, kwargs = options
         try:
             self._render_guarded([*plain, last], tools, False, kwargs)
         except TemplateRenderError:
-            return [user, _placeholder_call([last], _ASSISTANT_MARK)]
+            return [user, placeholder_call([last], ASSISTANT_MARK)]
         return plain
 
     def _without_end_token(self, text: str) -> str:
@@ -226,7 +221,7 @@ class ChatTemplate:
         shaped = {**message, "content": content or ""}
         calls = message.get("tool_calls")
         if calls and not self._sends_string_arguments:
-            shaped["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+            shaped["tool_calls"] = [with_parsed_arguments(call) for call in calls]
         return shaped
 
     def _probe_string_arguments(self) -> bool:
@@ -234,7 +229,7 @@ class ChatTemplate:
         text = '{"q":  "probe"}'
         call = {"type": "function", "function": {"name": "f", "arguments": text}, "id": "call00000"}
         messages = [
-            {"role": "user", "content": _USER_MARK},
+            {"role": "user", "content": USER_MARK},
             {"role": "assistant", "content": "", "tool_calls": [call]},
         ]
         try:
@@ -245,10 +240,10 @@ class ChatTemplate:
             return False
 
     def _probe_tools(self) -> bool:
-        messages = [{"role": "user", "content": _USER_MARK}]
+        messages = [{"role": "user", "content": USER_MARK}]
         try:
             text = self._render_text(
-                messages=messages, tools=[_PROBE_TOOL], add_generation_prompt=True
+                messages=messages, tools=[PROBE_TOOL], add_generation_prompt=True
             )
         except TemplateRenderError:
             return False
@@ -257,56 +252,12 @@ class ChatTemplate:
     def _probe_end_token(self) -> int | None:
         """The control token behind an assistant's content, if the template has one."""
         messages = [
-            {"role": "user", "content": _USER_MARK},
-            {"role": "assistant", "content": _ASSISTANT_MARK},
+            {"role": "user", "content": USER_MARK},
+            {"role": "assistant", "content": ASSISTANT_MARK},
         ]
         try:
             text = self._render_text(messages=messages, tools=None, add_generation_prompt=False)
-            ids = self._tokenizer.encode_with_control(_behind(text, _ASSISTANT_MARK))
+            ids = self._tokenizer.encode_with_control(behind(text, ASSISTANT_MARK))
         except TemplateRenderError:
             return None
         return next((i for i in ids if i in self._tokenizer.control_ids), None)
-
-
-def _unused_mark(mark: str, payload: Sequence[Any]) -> str:
-    """The mark, lengthened until no string of a client holds it."""
-    strings = list(strings_in(payload))
-    while any(mark in text for text in strings):
-        mark += "q"
-    return mark
-
-
-def _behind(text: str, mark: str) -> str:
-    _, found, rest = text.partition(mark)
-    if not found:
-        raise TemplateRenderError(
-            "messages: the chat template leaves out the text of a message, so new messages "
-            "cannot be rendered behind a history"
-        )
-    return rest
-
-
-def _placeholder_call(new_messages: Sequence[Message], mark: str) -> Message:
-    """An assistant turn whose calls are those the new tool results answer."""
-    results = [message for message in new_messages if message.get("role") == "tool"]
-    calls = [
-        {
-            "id": result.get("tool_call_id", _CALL_ID),
-            "type": "function",
-            "function": {"name": result.get("name", "f"), "arguments": {"a": mark}},
-        }
-        for result in results
-    ]
-    return {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as an object, for templates that print them through tojson."""
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return dict(call)
-    return {**call, "function": {**function, "arguments": arguments}}
