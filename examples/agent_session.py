@@ -204,7 +204,7 @@ class Agent:
                             first - started, rate, final)  # fmt: skip
         self._check(label, result, recompute)
         self.transcript += [bare(i) for i in items] + [bare(i) for i in result.items]
-        self.known_tokens = usage["input_tokens"] + usage["output_tokens"]
+        self.known_tokens = self.client.get(f"/v1/sessions/{self.session_id}")["num_tokens"]
         return result
 
     def _check(self, label: str, result: TurnResult, recompute: bool) -> None:
@@ -297,13 +297,14 @@ def run(client: Client, repo: pathlib.Path, state: pathlib.Path) -> list[Agent]:
         "metadata": {"example": "agent_session"},
     })  # fmt: skip
     agent = Agent(client, session["id"], repo, specs)
-    tool = {"tool_choice": "required", "max_output_tokens": 200, "temperature": 0}
+    tool = {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200,
+            "temperature": 0}  # fmt: skip
 
     last = agent.turn("1 first look", [message("What is in this repository?")], **tool)
     last = agent.turn("2 next call", agent.results_of(last), **tool)
     last = agent.turn("3 next call", [*agent.results_of(last), message("Look deeper.")], **tool)
     last = agent.turn("4 two calls", [*agent.results_of(last), message("Compare two places.")],
-                      min_tool_calls=2, parallel_tool_calls=True, **tool)  # fmt: skip
+                      min_tool_calls=2, **{**tool, "parallel_tool_calls": True})  # fmt: skip
     if len(calls_of(last)) < 2:
         raise SystemExit(f"turn 4: wanted two parallel calls, got {calls_of(last)}")
     branches = fork_and_part(agent, last, specs, tool)
