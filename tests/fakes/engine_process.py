@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine process for tests: started, killed, waited for."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from engine.config import EngineConfig
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class EngineProcess:
+    """`python -m engine.process` with a configuration; a context manager."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> EngineProcess:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine.process", "--config-json", "-"],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(self.config.to_json())
+        self.process.stdin.close()
+        return self
+
+    def kill(self) -> None:
+        """As a crash: nothing is said to anybody."""
+        assert self.process is not None
+        self.process.kill()
+        self.wait()
+
+    def terminate(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> tuple[int, str]:
+        """The exit code, and what it said on stderr."""
+        assert self.process is not None and self.process.stderr is not None
+        said = self.process.stderr.read().decode()
+        self.process.stderr.close()
+        code = self.process.wait()
+        self.process = None
+        return code, said
+
+    def __enter__(self) -> EngineProcess:
+        return self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process is not None:
+            self.kill()
