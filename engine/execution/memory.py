@@ -8,10 +8,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_CGROUP_V2 = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current")
-_CGROUP_V1 = (
-    "sys/fs/cgroup/memory/memory.limit_in_bytes",
-    "sys/fs/cgroup/memory/memory.usage_in_bytes",
+# (limit, usage, statistics, name of the reclaimable part in those)
+_CGROUPS = (
+    (
+        "sys/fs/cgroup/memory.max",
+        "sys/fs/cgroup/memory.current",
+        "sys/fs/cgroup/memory.stat",
+        "inactive_file",
+    ),
+    (
+        "sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "sys/fs/cgroup/memory/memory.stat",
+        "total_inactive_file",
+    ),
 )
 
 
@@ -25,10 +35,12 @@ def free_host_bytes(root: Path = Path("/")) -> int:
         OSError: /proc/meminfo cannot be read.
     """
     bounds = [_available(root / "proc/meminfo")]
-    for limit_name, used_name in (_CGROUP_V2, _CGROUP_V1):
+    for limit_name, used_name, stat_name, reclaimable_name in _CGROUPS:
         limit, used = _number(root / limit_name), _number(root / used_name)
         if limit is not None and used is not None:
-            bounds.append(max(0, limit - used))
+            # Files read once (the model's, say) count as used until somebody needs the memory.
+            reclaimable = _stat(root / stat_name, reclaimable_name)
+            bounds.append(max(0, limit - max(0, used - reclaimable)))
     return min(bounds)
 
 
@@ -47,3 +59,12 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _stat(path: Path, name: str) -> int:
+    """One value of a file of "name value" lines; 0 where it is not there."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)

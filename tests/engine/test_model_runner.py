@@ -176,6 +176,14 @@ _MEMINFO = "MemTotal:       100 kB\nMemAvailable:   60 kB\n"
     [
         ({}, 60 * 1024),
         ({"sys/fs/cgroup/memory.max": "50000", "sys/fs/cgroup/memory.current": "9000"}, 41000),
+        (
+            {
+                "sys/fs/cgroup/memory.max": "50000",
+                "sys/fs/cgroup/memory.current": "49000",
+                "sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 40000\nactive_file 1\n",
+            },
+            41000,
+        ),
         ({"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "9000"}, 60 * 1024),
         (
             {
