@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EngineConfig: what is wrong is named by path, value and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from engine.config import EngineConfig, GrammarConfig, SchedulerLimits, from_json, from_mapping
+from engine.errors import ConfigError
+
+
+def test_a_configuration_survives_its_json() -> None:
+    config = EngineConfig(
+        model="smollm2", max_slots=3, drain_s=2.5, grammar=GrammarConfig(budget_ms=9)
+    )
+    assert from_json(config.to_json()) == config
+
+
+def test_missing_settings_keep_their_defaults_and_whole_numbers_may_stand_for_seconds() -> None:
+    config = from_mapping({"drain_s": 3, "scheduler": {"max_waiting": 7}})
+    assert config == EngineConfig(drain_s=3.0, scheduler=SchedulerLimits(max_waiting=7))
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "allowed"),
+    [
+        ({"model": "/nowhere"}, "engine.model", "a model that is there"),
+        ({"load_format": "pickle"}, "engine.load_format", "auto | gguf"),
+        ({"dtype": "float16"}, "engine.dtype", "bfloat16"),
+        ({"weights": "int3"}, "engine.weights", "packed"),
+        ({"num_threads": -1}, "engine.num_threads", "0 to 1024"),
+        ({"page_size": 48}, "engine.page_size", "a power of two"),
+        ({"kv_pool_tokens": 100}, "engine.kv_pool_tokens", "at least 2 pages (128)"),
+        ({"max_slots": 0}, "engine.max_slots", "1 to 4096"),
+        ({"token_budget": 4}, "engine.token_budget", "at least engine.max_slots (16)"),
+        ({"max_context_len": -5}, "engine.max_context_len", "0 to"),
+        ({"run_dir": "/" + "x" * 100}, "engine.run_dir", "Unix socket"),
+        ({"drain_s": -1.0}, "engine.drain_s", "0 to 3600"),
+        ({"grammar": {"budget_ms": 0}}, "engine.grammar.budget_ms", "1 to 600000"),
+        ({"grammar": {"threads": 1}}, "engine.grammar.threads", "compile_threads"),
+        ({"grammar": 5}, "engine.grammar", "a table"),
+        ({"scheduler": {"max_waiting": 0}}, "engine.scheduler.max_waiting", "1 to"),
+        ({"max_slots": "many"}, "engine.max_slots", "type int"),
+        ({"max_slots": True}, "engine.max_slots", "type int"),
+        ({"eager": 1}, "engine.eager", "type bool"),
+        ({"drain_s": float("nan")}, "engine.drain_s", "0 to 3600"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(
+    settings: dict[str, object], path: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(settings)
+    assert caught.value.field == path
+    assert allowed in str(caught.value)
+    assert caught.value.code == "invalid_config"
+
+
+def test_all_wrong_settings_are_found_at_once() -> None:
+    config = EngineConfig(page_size=3, max_slots=0, grammar=GrammarConfig(budget_ms=-1))
+    assert [problem.field for problem in config.problems()] == [
+        "engine.page_size",
+        "engine.max_slots",
+        "engine.grammar.budget_ms",
+    ]
+    with pytest.raises(ConfigError, match="page_size"):
+        config.validate()
+
+
+def test_every_setting_is_documented_where_it_is_declared() -> None:
+    source = Path(__file__).resolve().parents[2].joinpath("engine/config.py").read_text()
+    lines = source.splitlines()
+    for cls in (EngineConfig, GrammarConfig, SchedulerLimits):
+        for item in dataclasses.fields(cls):
+            if dataclasses.is_dataclass(item.type) or item.name in ("grammar", "scheduler"):
+                continue
+            place = next(i for i, line in enumerate(lines) if line.startswith(f"    {item.name}: "))
+            assert lines[place + 1].strip().startswith('"""'), item.name
