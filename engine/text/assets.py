@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ from engine.text.tokenizer_builders import (
 from engine.weights.errors import ModelFormatError
 from engine.weights.gguf import open_gguf
 from engine.weights.source import ModelKind, ModelSource, resolve_model
+
+logger = logging.getLogger(__name__)
 
 # Used where a model brings no template: turns as ChatML, if its tokens exist, else as plain lines.
 _CHATML = (
@@ -57,14 +60,12 @@ class TextAssets:
     tool_format: str | None
     # Per id; control tokens and holes are b"".
     token_bytes: tuple[bytes, ...] = field(repr=False)
-
-    def check_conformance(self) -> ConformanceReport:
-        """Whether appending renders as the whole does, per kind of item."""
-        return check_conformance(self.chat_template, self.tokenizer)
+    # Whether appending renders as the whole does, per kind of item.
+    conformance: ConformanceReport
 
 
 def load_text_assets(model: str) -> TextAssets:
-    """Load the text side of a model.
+    """Load the text side of a model; log where its template cannot be appended to exactly.
 
     Args:
         model: "smollm2" / "default", a path to a .gguf file, or a Hugging Face directory.
@@ -76,7 +77,17 @@ def load_text_assets(model: str) -> TextAssets:
         ChatTemplateError: its template is missing or does not compile.
     """
     source = resolve_model(model)
-    return _from_gguf(source) if source.kind is ModelKind.GGUF else _from_hf(source)
+    assets = _from_gguf(source) if source.kind is ModelKind.GGUF else _from_hf(source)
+    for case in assets.conformance.cases:
+        if case.status == "differs":
+            logger.warning(
+                "the chat template of %s is not appendable for %s (%s): a history may read "
+                "otherwise than a full render of it",
+                assets.name,
+                case.kind,
+                case.detail,
+            )
+    return assets
 
 
 def _from_gguf(source: ModelSource) -> TextAssets:
@@ -159,6 +170,7 @@ def _assemble(
         control_token_ids=tuple(sorted(tokenizer.control_ids)),
         tool_format=_guess_tool_format(name, template),
         token_bytes=token_bytes,
+        conformance=check_conformance(chat_template, tokenizer),
     )
 
 

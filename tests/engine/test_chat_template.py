@@ -112,7 +112,7 @@ def test_what_a_template_supports_is_found_out(models: dict[str, TextAssets]) ->
 def test_every_kind_of_item_appends_as_it_renders(
     models: dict[str, TextAssets], family: str
 ) -> None:
-    report = models[family].check_conformance()
+    report = models[family].conformance
     assert {case.kind: case.status for case in report.cases} == dict.fromkeys(
         (
             "user",
@@ -138,6 +138,21 @@ def test_a_template_that_rewrites_its_history_is_reported(models: dict[str, Text
     report = check_conformance(template, base.tokenizer)
     assert not report.ok
     assert "token" in next(case.detail for case in report.cases if case.kind == "user")
+
+
+def test_a_template_that_cannot_be_appended_to_is_logged_at_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write_hf_text(tmp_path, "chatml")
+    load_text_assets(str(directory))
+    assert not caplog.records
+    template = directory / "chat_template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if loop.last %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+    )
+    load_text_assets(str(directory))
+    assert "not appendable for user" in caplog.text
 
 
 _TEXT = st.text(
