@@ -113,8 +113,9 @@ def default_runner() -> Iterator[PagedModelRunner]:
 
 
 @pytest.mark.skipif(not has_compiled_decoder(), reason="the CPU kernels are not built")
-@pytest.mark.parametrize("chunk", [512, 100], ids=["chunks_of_512", "chunks_of_100"])
-@pytest.mark.parametrize("name", list(_PROMPTS))
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("short", 512), ("short", 5), ("multi_turn", 20), ("long_2000", 300)]
+)
 def test_the_default_precision_agrees_wherever_the_reference_is_sure(
     default_runner: PagedModelRunner, name: str, chunk: int
 ) -> None:
