@@ -8,11 +8,14 @@ add_library(moorage_scheduler STATIC
   pages/page_pool.cpp
   prefix/page_hash.cpp
   prefix/radix_tree.cpp
+  prefix/radix_tree_look.cpp
+  prefix/radix_tree_shrink.cpp
   requests/transitions.cpp
   schedule/admission.cpp
   schedule/commit.cpp
   schedule/intake.cpp
   schedule/integrity.cpp
+  schedule/leases.cpp
   schedule/planning.cpp
   schedule/wait_queue.cpp
 )

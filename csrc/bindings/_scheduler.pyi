@@ -18,6 +18,10 @@ class SchedulerConfig:
         model_fingerprint: str = "",
         ageing_ms: int = 10_000,  # waiting this long is worth one priority class
         suffix_us_per_token: int = 100,  # an uncached token delays its request by this much
+        eviction: str = "value",  # value | lru
+        attention_len: int = 32768,  # context at which recomputing a token costs twice
+        lease_percent: int = 50,  # of the pool, for all leases
+        tenant_lease_percent: int = 25,  # of the pool, where several tenants hold leases
     ) -> None: ...
     page_size: int
     num_pages: int
@@ -27,6 +31,10 @@ class SchedulerConfig:
     model_fingerprint: str
     ageing_ms: int
     suffix_us_per_token: int
+    eviction: str
+    attention_len: int
+    lease_percent: int
+    tenant_lease_percent: int
 
 class RequestSpec:
     def __init__(
@@ -38,6 +46,7 @@ class RequestSpec:
         priority: int = 0,
         tenant: str = "default",
         salt: str = "",
+        expected_return: float = 0.5,  # chance that prompt + output is continued: eviction value
     ) -> None: ...
 
 class StepDone:
@@ -112,6 +121,22 @@ class KvEvent:
     parent_hash: bytes
     num_tokens: int
 
+class LeaseGrant:
+    """state: granted | clipped | queued | denied; reason: "" | not_resident | budget |
+    tenant_budget | expired."""
+
+    state: str
+    tokens_requested: int
+    tokens_granted: int
+    reason: str
+
+class LeaseEvent:
+    """kind: granted | clipped | denied (was queued), revoked (pressure cut it), expired."""
+
+    lease_id: int
+    kind: str
+    num_tokens: int  # still covered
+
 class TreeNode:
     node_id: int
     parent_id: int
@@ -145,6 +170,27 @@ class Scheduler:
     ) -> int:
         """Free what of this prefix nobody uses or shares, from keep_tokens on; returns pages."""
 
+    def hint_prefix(
+        self, token_ids: NDArray[np.int32], expected_return: float, salt: str = ""
+    ) -> int:
+        """Say how likely the end of a cached prefix is to be continued; returns tokens found."""
+
+    def lease(
+        self,
+        *,
+        lease_id: int,
+        token_ids: NDArray[np.int32],
+        until_ms: int,
+        tenant: str = "default",
+        salt: str = "",
+        tier: str = "l1",
+    ) -> LeaseGrant:
+        """Promise to evict a prefix last, until a deadline. A lease of the same id is replaced."""
+
+    def release(self, lease_id: int) -> bool:
+        """End a lease, granted or queued; False if there is none of that id."""
+
+    def drain_lease_events(self) -> list[LeaseEvent]: ...
     def drain_kv_events(self) -> list[KvEvent]: ...
     def stats(self) -> dict[str, int]:
         """free_, owned_, cached_, in_flight_pages and num_pages; running, waiting; counters."""

@@ -18,6 +18,16 @@ std::vector<T> copy(const Array& array) {
   return std::vector<T>(array.data(), array.data() + array.size());
 }
 
+}  // namespace
+
+std::int32_t as_permille(const char* field, double share) {
+  if (share >= 0.0 && share <= 1.0) return static_cast<std::int32_t>(share * 1000.0 + 0.5);
+  throw std::invalid_argument(std::string(field) + ": " + std::to_string(share) +
+                              " is not in [0, 1]");
+}
+
+namespace {
+
 void make_step_done(StepDone* self, std::int64_t step_id, const InArray1<std::int32_t>& num_accepted,
                     const InArray2<std::int32_t>& token_ids, const InArray1<std::uint8_t>& finished,
                     const InArray1<std::uint8_t>& failed) {
@@ -35,9 +45,11 @@ void make_step_done(StepDone* self, std::int64_t step_id, const InArray1<std::in
 
 void make_spec(RequestSpec* self, std::int64_t request_id, const InArray1<TokenId>& token_ids,
                std::int64_t max_new_tokens, std::int64_t priority, std::string tenant,
-               std::string salt) {
-  new (self) RequestSpec{RequestId{request_id}, copy<TokenId>(token_ids), max_new_tokens,
-                         priority,              std::move(tenant),        std::move(salt)};
+               std::string salt, double expected_return) {
+  new (self) RequestSpec{RequestId{request_id}, copy<TokenId>(token_ids),
+                         max_new_tokens,        priority,
+                         std::move(tenant),     std::move(salt),
+                         as_permille("expected_return", expected_return)};
 }
 
 void bind_config(nb::module_& module) {
@@ -48,11 +60,13 @@ void bind_config(nb::module_& module) {
           [](SchedulerConfig* self, std::int32_t page_size, std::int32_t num_pages,
              std::int32_t max_slots, std::int32_t max_context_len, std::int32_t token_budget,
              std::string model_fingerprint, std::int64_t ageing_ms,
-             std::int64_t suffix_us_per_token) {
-            SchedulerConfig config{page_size,       num_pages,
-                                   max_slots,       max_context_len,
-                                   token_budget,    std::move(model_fingerprint),
-                                   ageing_ms,       suffix_us_per_token};
+             std::int64_t suffix_us_per_token, std::string eviction, std::int32_t attention_len,
+             std::int32_t lease_percent, std::int32_t tenant_lease_percent) {
+            SchedulerConfig config{page_size,           num_pages,     max_slots,
+                                   max_context_len,     token_budget,  std::move(model_fingerprint),
+                                   ageing_ms,           suffix_us_per_token,
+                                   std::move(eviction), attention_len, lease_percent,
+                                   tenant_lease_percent};
             config.validate();
             new (self) SchedulerConfig(std::move(config));
           },
@@ -60,7 +74,11 @@ void bind_config(nb::module_& module) {
           nb::arg("max_slots"), nb::arg("max_context_len"),
           nb::arg("token_budget") = defaults.token_budget, nb::arg("model_fingerprint") = "",
           nb::arg("ageing_ms") = defaults.ageing_ms,
-          nb::arg("suffix_us_per_token") = defaults.suffix_us_per_token)
+          nb::arg("suffix_us_per_token") = defaults.suffix_us_per_token,
+          nb::arg("eviction") = defaults.eviction,
+          nb::arg("attention_len") = defaults.attention_len,
+          nb::arg("lease_percent") = defaults.lease_percent,
+          nb::arg("tenant_lease_percent") = defaults.tenant_lease_percent)
       .def_ro("page_size", &SchedulerConfig::page_size)
       .def_ro("num_pages", &SchedulerConfig::num_pages)
       .def_ro("max_slots", &SchedulerConfig::max_slots)
@@ -68,7 +86,11 @@ void bind_config(nb::module_& module) {
       .def_ro("token_budget", &SchedulerConfig::token_budget)
       .def_ro("model_fingerprint", &SchedulerConfig::model_fingerprint)
       .def_ro("ageing_ms", &SchedulerConfig::ageing_ms)
-      .def_ro("suffix_us_per_token", &SchedulerConfig::suffix_us_per_token);
+      .def_ro("suffix_us_per_token", &SchedulerConfig::suffix_us_per_token)
+      .def_ro("eviction", &SchedulerConfig::eviction)
+      .def_ro("attention_len", &SchedulerConfig::attention_len)
+      .def_ro("lease_percent", &SchedulerConfig::lease_percent)
+      .def_ro("tenant_lease_percent", &SchedulerConfig::tenant_lease_percent);
 }
 
 }  // namespace
@@ -78,7 +100,7 @@ void bind_inputs(nb::module_& module) {
   nb::class_<RequestSpec>(module, "RequestSpec")
       .def("__init__", &make_spec, nb::kw_only(), nb::arg("request_id"),
            nb::arg("token_ids").noconvert(), nb::arg("max_new_tokens"), nb::arg("priority") = 0,
-           nb::arg("tenant") = "default", nb::arg("salt") = "");
+           nb::arg("tenant") = "default", nb::arg("salt") = "", nb::arg("expected_return") = 0.5);
   nb::class_<StepDone>(module, "StepDone")
       .def("__init__", &make_step_done, nb::kw_only(), nb::arg("step_id"),
            nb::arg("num_accepted").noconvert(), nb::arg("token_ids").noconvert(),

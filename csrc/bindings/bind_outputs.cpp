@@ -63,6 +63,18 @@ void bind_ended(nb::module_& module) {
       });
 }
 
+void bind_leases(nb::module_& module) {
+  nb::class_<LeaseGrant>(module, "LeaseGrant")
+      .def_prop_ro("state", [](const LeaseGrant& self) { return name_of(self.state); })
+      .def_ro("tokens_requested", &LeaseGrant::tokens_requested)
+      .def_ro("tokens_granted", &LeaseGrant::tokens_granted)
+      .def_ro("reason", &LeaseGrant::reason);
+  nb::class_<LeaseEvent>(module, "LeaseEvent")
+      .def_ro("lease_id", &LeaseEvent::lease_id)
+      .def_prop_ro("kind", [](const LeaseEvent& self) { return name_of(self.kind); })
+      .def_ro("num_tokens", &LeaseEvent::num_tokens);
+}
+
 void bind_cache_views(nb::module_& module) {
   nb::class_<KvEvent>(module, "KvEvent")
       .def_prop_ro("kind", [](const KvEvent& self) { return name_of(self.kind); })
@@ -102,6 +114,27 @@ const char* name_of(EndStatus status) {
   return "";
 }
 
+const char* name_of(LeaseState state) {
+  switch (state) {
+    case LeaseState::kGranted: return "granted";
+    case LeaseState::kClipped: return "clipped";
+    case LeaseState::kQueued: return "queued";
+    case LeaseState::kDenied: return "denied";
+  }
+  return "";
+}
+
+const char* name_of(LeaseEventKind kind) {
+  switch (kind) {
+    case LeaseEventKind::kGranted: return "granted";
+    case LeaseEventKind::kClipped: return "clipped";
+    case LeaseEventKind::kRevoked: return "revoked";
+    case LeaseEventKind::kExpired: return "expired";
+    case LeaseEventKind::kDenied: return "denied";
+  }
+  return "";
+}
+
 const char* name_of(KvEventKind kind) {
   switch (kind) {
     case KvEventKind::kStored: return "stored";
@@ -123,6 +156,7 @@ const char* name_of(Tier tier) {
 void bind_outputs(nb::module_& module) {
   bind_plan(module);
   bind_ended(module);
+  bind_leases(module);
   bind_cache_views(module);
 }
 

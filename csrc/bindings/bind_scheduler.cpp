@@ -69,7 +69,10 @@ nb::dict stats(const BoundScheduler& self) {
   out["owned_pages"] = pool.count(PageOwner::kRequest);
   out["cached_pages"] = pool.count(PageOwner::kTree);
   out["in_flight_pages"] = pool.count(PageOwner::kInFlight);
-  out["evictable_pages"] = scheduler.tree().num_evictable_pages();
+  out["evictable_pages"] = scheduler.tree().pages().evictable;
+  out["leased_pages"] = scheduler.tree().pages().leased;
+  out["leases"] = scheduler.leases().num_leases();
+  out["leases_queued"] = scheduler.leases().num_queued();
   out["running"] = scheduler.num_running();
   out["waiting"] = scheduler.num_waiting();
   out["leaving"] = scheduler.num_leaving();
@@ -123,6 +126,26 @@ std::int64_t drop_prefix(BoundScheduler& self, const InArray1<TokenId>& token_id
                                     static_cast<std::int32_t>(std::min(keep_tokens, most)), salt);
 }
 
+std::int32_t hint_prefix(BoundScheduler& self, const InArray1<TokenId>& token_ids,
+                         double expected_return, const std::string& salt) {
+  return self.scheduler.hint_prefix(as_tokens(token_ids),
+                                    as_permille("expected_return", expected_return), salt);
+}
+
+LeaseGrant lease(BoundScheduler& self, std::int64_t lease_id, const InArray1<TokenId>& token_ids,
+                 std::int64_t until_ms, std::string tenant, std::string salt,
+                 const std::string& tier) {
+  require_count("lease_id", lease_id, 0);
+  if (token_ids.size() == 0) throw std::invalid_argument("token_ids: is empty");
+  if (tier != "l1") throw std::invalid_argument("tier: '" + tier + "' is not in [l1]");
+  const TokenSpan tokens = as_tokens(token_ids);
+  return self.scheduler.lease({lease_id,
+                               {tokens.begin(), tokens.end()},
+                               until_ms,
+                               std::move(tenant),
+                               std::move(salt)});
+}
+
 void check_integrity(const BoundScheduler& self) {
   const std::string broken = self.scheduler.find_broken_invariant();
   if (!broken.empty()) throw std::runtime_error("broken invariant: " + broken);
@@ -155,6 +178,19 @@ void bind_scheduler(nb::module_& module) {
           nb::arg("token_ids").noconvert(), nb::arg("salt") = "")
       .def("drop_prefix", &drop_prefix, nb::arg("token_ids").noconvert(),
            nb::arg("keep_tokens") = 0, nb::arg("salt") = "")
+      .def("hint_prefix", &hint_prefix, nb::arg("token_ids").noconvert(),
+           nb::arg("expected_return"), nb::arg("salt") = "")
+      .def("lease", &lease, nb::kw_only(), nb::arg("lease_id"), nb::arg("token_ids").noconvert(),
+           nb::arg("until_ms"), nb::arg("tenant") = "default", nb::arg("salt") = "",
+           nb::arg("tier") = "l1")
+      .def(
+          "release",
+          [](BoundScheduler& self, std::int64_t lease_id) {
+            return self.scheduler.release(lease_id);
+          },
+          nb::arg("lease_id"))
+      .def("drain_lease_events",
+           [](BoundScheduler& self) { return self.scheduler.drain_lease_events(); })
       .def("drain_kv_events",
            [](BoundScheduler& self) { return self.scheduler.drain_kv_events(); })
       .def("stats", &stats)

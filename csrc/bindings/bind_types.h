@@ -35,6 +35,9 @@ struct PlanView {
   std::shared_ptr<Plan> plan;
 };
 
+// A share in [0, 1] as thousandths; throws std::invalid_argument naming the field.
+std::int32_t as_permille(const char* field, double share);
+
 struct PrefixHit {
   std::int32_t l1 = 0;
   std::int32_t l2 = 0;
@@ -54,6 +57,8 @@ struct TreeNodeView {
 };
 
 const char* name_of(EndStatus status);
+const char* name_of(LeaseState state);
+const char* name_of(LeaseEventKind kind);
 const char* name_of(KvEventKind kind);
 const char* name_of(Tier tier);
 

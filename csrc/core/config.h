@@ -18,6 +18,11 @@ struct SchedulerConfig {
   std::int64_t ageing_ms = 10'000;    // waiting this long is worth one priority class
   std::int64_t suffix_us_per_token = 100;  // an uncached token delays its request by this much
 
+  std::string eviction = "value";         // value | lru
+  std::int32_t attention_len = 32768;     // context at which recomputing a token costs twice
+  std::int32_t lease_percent = 50;        // of the pool, for all leases
+  std::int32_t tenant_lease_percent = 25; // of the pool, where several tenants hold leases
+
   std::int32_t pages_of(std::int64_t num_tokens) const {
     return static_cast<std::int32_t>((num_tokens + page_size - 1) / page_size);
   }

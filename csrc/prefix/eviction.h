@@ -1,16 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which unreferenced leaves give up their pages. Total and deterministic: least
-// recently used first, then construction order; never a pointer, never a clock read here.
+// The order in which unreferenced leaves give up their pages. Total and deterministic; never a
+// pointer, never a clock read here.
+//
+// By value: a node is worth (chance that somebody comes back) x (cost to recompute a page of it,
+// which grows with its depth, as attention does) above the pressure at its last use. Pressure is
+// the value of the last page evicted, so whatever is not used again ages as others come and go.
+// Source: Cao and Irani, Cost-Aware WWW Proxy Caching Algorithms (GreedyDual-Size), 1997. Sizes
+// are equal here, so cost per byte is cost per page.
 #pragma once
 
+#include <algorithm>
 #include <set>
 
 #include "prefix/node.h"
 
 namespace moorage {
 
+// What is leased goes last; then the least value, the least recent use, the oldest node.
 struct EvictedEarlier {
   bool operator()(const Node* a, const Node* b) const {
+    const bool a_leased = a->num_leases > 0, b_leased = b->num_leases > 0;
+    if (a_leased != b_leased) return b_leased;
+    if (a->keep_value != b->keep_value) return a->keep_value < b->keep_value;
     if (a->last_used_ms != b->last_used_ms) return a->last_used_ms < b->last_used_ms;
     return a->id < b->id;
   }
@@ -18,5 +29,30 @@ struct EvictedEarlier {
 
 // Invariant: a node's key does not change while it is in the queue.
 using EvictionQueue = std::set<Node*, EvictedEarlier>;
+
+enum class EvictionPolicy : std::uint8_t { kValue, kLru };
+
+class EvictionValue {
+ public:
+  EvictionValue(EvictionPolicy policy, std::int32_t attention_len)
+      : policy_(policy), attention_len_(attention_len) {}
+
+  // Under LRU every value is 0, which leaves recency to decide.
+  std::int64_t of(const Node& node) const {
+    if (policy_ == EvictionPolicy::kLru) return 0;
+    const std::int64_t cost = kUnit + kUnit * node.end() / attention_len_;
+    return pressure_ + cost * node.return_permille / 1000;
+  }
+  void evicted(const Node& node) {
+    if (node.num_leases == 0) pressure_ = std::max(pressure_, node.keep_value);
+  }
+
+ private:
+  static constexpr std::int64_t kUnit = 1'000'000;  // cost of a page at the start of a context
+
+  const EvictionPolicy policy_;
+  const std::int64_t attention_len_;  // context at which a page costs twice as much
+  std::int64_t pressure_ = 0;
+};
 
 }  // namespace moorage

@@ -12,11 +12,15 @@
 
 namespace moorage {
 
+inline constexpr std::int32_t kDefaultReturnPermille = 500;
+
 // A namespace: prefixes are shared only within one (model fingerprint, salt).
 struct PrefixSpace {
   std::string salt;
   PageHash hash;
 };
+
+struct Lease;
 
 // Token ranges of a node, [start, end): every page but the last of a leaf is full.
 struct Node {
@@ -31,7 +35,11 @@ struct Node {
   std::vector<PageHash> hashes;                 // one per full page
   std::vector<std::unique_ptr<Node>> children;  // in order of their first page's tokens
   std::int32_t num_users = 0;                   // references to this node or below it
+  std::vector<Lease*> leases;    // that end where this node ends
+  std::int32_t num_leases = 0;   // of this node and below
   TimeMs last_used_ms = 0;
+  std::int32_t return_permille = kDefaultReturnPermille;  // chance that somebody comes back to it
+  std::int64_t keep_value = 0;   // what eviction.h orders by; set when the last user leaves
 
   bool is_root() const { return parent == nullptr; }
   bool is_leaf() const { return children.empty(); }

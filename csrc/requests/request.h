@@ -19,6 +19,7 @@ struct RequestSpec {
   std::int64_t priority = 0;  // lower runs first
   std::string tenant;
   std::string salt;
+  std::int32_t return_permille = kDefaultReturnPermille;  // chance that its end is continued
 };
 
 // Token positions of a request, all in one sequence of prompt and output:
@@ -44,6 +45,7 @@ struct Request {
   std::int32_t num_steps_in_flight = 0;
   std::int32_t num_samples_in_flight = 0;
   bool was_retracted = false;
+  std::int32_t return_permille = kDefaultReturnPermille;
 
   RequestId leader;                   // computes the prefix this request waits for
   std::int32_t leader_len = 0;        // wait until that much of it is published

@@ -74,12 +74,15 @@ std::int32_t Scheduler::num_promised_pages() const {
   return promised;
 }
 
+// Leases give way to a running request, but not to one that could as well wait.
 bool Scheduler::fits(const Request& request, PrefixMatch& match) const {
   const std::int32_t last_len = request.prompt_len + request.max_new_tokens - 1;
   const std::int32_t needed = config_.pages_of(std::min(request.len() + 1, last_len)) -
                               match.full_len / config_.page_size;
-  const std::int32_t room =
-      pool_.num_free() + tree_.num_evictable_pages() - tree_.num_evictable_on_path(match);
+  const TreePages& cached = tree_.pages();
+  const TreePages on_path = tree_.pages_on_path(match);
+  const std::int32_t room = pool_.num_free() + cached.evictable - on_path.evictable;
+  const std::int32_t leased = cached.idle_leased - on_path.idle_leased;
   const std::int32_t copied =
       tree_.can_take_partial(match) ? 0 : tree_.num_evictable_beside(match);
   if (running_.empty() && num_leaving_ == 0) {
@@ -87,7 +90,7 @@ bool Scheduler::fits(const Request& request, PrefixMatch& match) const {
     if (needed > room - copied) match.partial_node = nullptr, match.partial_len = 0;
     return true;
   }
-  return needed + num_promised_pages() <= room - copied;
+  return needed + num_promised_pages() <= room - leased - copied;
 }
 
 void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {

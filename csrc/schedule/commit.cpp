@@ -199,9 +199,13 @@ std::int32_t Scheduler::publish_rest(Request& request, EndedRequest& ended) {
   const std::int32_t base = kv.base_len();
   ended.page_hashes = tree_.hashes_of(kv.prefix.node());
   const std::int32_t rest = request.num_computed - base;
-  if (rest <= 0) return base;
+  if (rest <= 0) {
+    tree_.hint(kv.prefix, request.return_permille);
+    return base;
+  }
   OwnedPages page = kv.tail.split_front(1);
   tree_.publish_partial(kv.prefix, TokenSpan(request.tokens).subspan(base, rest), std::move(page));
+  tree_.hint(kv.prefix, request.return_permille);
   return request.num_computed;
 }
 

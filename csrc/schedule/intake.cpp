@@ -20,7 +20,12 @@ Scheduler::Scheduler(SchedulerConfig config)
     : config_((config.validate(), std::move(config))),
       pool_(config_.num_pages),
       slots_(config_.max_slots),
-      tree_(pool_, config_.page_size, config_.model_fingerprint, kv_log_),
+      tree_(pool_,
+            {config_.page_size, config_.model_fingerprint,
+             config_.eviction == "lru" ? EvictionPolicy::kLru : EvictionPolicy::kValue,
+             config_.attention_len},
+            kv_log_),
+      leases_(config_, tree_),
       waiting_(config_.token_budget) {}
 
 Request* Scheduler::find_request(RequestId id) const {
@@ -46,6 +51,9 @@ void Scheduler::validate(std::span<const RequestSpec> specs) const {
     }
     if (spec.max_new_tokens < 1) {
       reject(i, "max_new_tokens", std::to_string(spec.max_new_tokens) + " is not >= 1");
+    }
+    if (spec.return_permille < 0 || spec.return_permille > 1000) {
+      reject(i, "expected_return", "is not in [0, 1]");
     }
     if (spec.priority < -kMaxPriority || spec.priority > kMaxPriority) {
       reject(i, "priority", std::to_string(spec.priority) + " is not in [-1000, 1000]");
@@ -75,6 +83,7 @@ void Scheduler::submit(std::span<const RequestSpec> specs) {
     request->priority = spec.priority;
     request->tenant_name = spec.tenant;
     request->salt = spec.salt;
+    request->return_permille = spec.return_permille;
     request->prompt_len = static_cast<std::int32_t>(spec.token_ids.size());
     request->max_new_tokens = static_cast<std::int32_t>(spec.max_new_tokens);
     request->tokens.reserve(spec.token_ids.size() +

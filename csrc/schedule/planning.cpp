@@ -20,11 +20,13 @@ void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
   copy_sources_.clear();
   is_short_of_pages_ = false;
 
+  leases_.tick(now_ms_);
   take_in_arrivals();
   emit_table_changes(plan);
   plan_running(plan);
   if (!is_short_of_pages_) plan_admissions(plan);
   plan.retracted.swap(retracted_);
+  leases_.note_cuts();
   emit_rows(plan);
 }
 

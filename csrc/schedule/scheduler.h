@@ -26,6 +26,7 @@
 #include "prefix/radix_tree.h"
 #include "requests/request.h"
 #include "requests/transitions.h"
+#include "schedule/leases.h"
 #include "schedule/plan.h"
 #include "schedule/slots.h"
 #include "schedule/wait_queue.h"
@@ -75,12 +76,21 @@ class Scheduler {
   std::int32_t drop_prefix(TokenSpan tokens, std::int32_t keep_tokens, const std::string& salt) {
     return tree_.drop(salt, tokens, keep_tokens);
   }
+  // Says how likely the end of a prefix is to be continued; returns the tokens of it found.
+  std::int32_t hint_prefix(TokenSpan tokens, std::int32_t return_permille,
+                           const std::string& salt) {
+    return tree_.hint(salt, tokens, return_permille);
+  }
+  LeaseGrant lease(LeaseRequest request) { return leases_.lease(std::move(request), now_ms_); }
+  bool release(std::int64_t lease_id) { return leases_.release(lease_id); }
+  std::vector<LeaseEvent> drain_lease_events() { return leases_.drain_events(); }
   std::vector<KvEvent> drain_kv_events() { return kv_log_.drain(); }
 
   const SchedulerConfig& config() const { return config_; }
   const PagePool& pool() const { return pool_; }
   const RadixTree& tree() const { return tree_; }
   const KvEventLog& kv_log() const { return kv_log_; }
+  const LeaseBook& leases() const { return leases_; }
   const Stats& stats() const { return stats_; }
   std::int64_t num_running() const { return static_cast<std::int64_t>(running_.size()); }
   std::int64_t num_waiting() const {
@@ -166,6 +176,7 @@ class Scheduler {
   PagePool pool_;
   SlotPool slots_;
   RadixTree tree_;
+  LeaseBook leases_;
   std::unordered_map<std::int64_t, std::unique_ptr<Request>> requests_;
   std::vector<Request*> arrivals_;  // submitted, not yet seen by a plan
   WaitQueue waiting_;

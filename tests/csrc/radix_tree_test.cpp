@@ -64,7 +64,7 @@ class RadixTreeTest : public testing::Test {
   TimeMs now_ = 0;
   PagePool pool_{64};
   KvEventLog log_;
-  RadixTree tree_{pool_, kPage, "model", log_};
+  RadixTree tree_{pool_, {kPage, "model", EvictionPolicy::kLru, 1024}, log_};
 };
 
 TEST_F(RadixTreeTest, FindsNothingInAnEmptyTree) { EXPECT_EQ(hit(range(0, 9)), 0); }
@@ -101,7 +101,7 @@ TEST_F(RadixTreeTest, NeverEvictsWhatSomebodyHolds) {
   insert(range(0, 8));
   insert(range(0, 4) + range(50, 54));
   const NodeRef held = pin(range(0, 8));
-  EXPECT_EQ(tree_.num_evictable_pages(), 1);
+  EXPECT_EQ(tree_.pages().evictable, 1);
   EXPECT_EQ(tree_.evict(100), 1);
   EXPECT_EQ(hit(range(0, 8)), 8);
   EXPECT_EQ(hit(range(0, 4) + range(50, 54)), 4);

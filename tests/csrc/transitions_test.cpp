@@ -20,7 +20,7 @@ class TransitionsTest : public testing::Test {
   PagePool pool_{8};
   SlotPool slots_{2};
   KvEventLog log_;
-  RadixTree tree_{pool_, 4, "model", log_};
+  RadixTree tree_{pool_, {4, "model"}, log_};
 };
 
 TEST_F(TransitionsTest, ARequestRunsThroughToItsEnd) {

@@ -60,11 +60,17 @@ class RandomRun:
                 max_slots=rng.choice([1, 2, 4, 8]),
                 max_context_len=self.max_len,
                 token_budget=rng.choice([1, 3, 8, 32]),
+                eviction=rng.choice(["value", "lru"]),
+                attention_len=rng.choice([8, 1000]),
+                lease_percent=rng.choice([0, 50, 100]),
+                tenant_lease_percent=rng.choice([25, 100]),
             ),
             ToyModel(self.vocab, stop_one_in=rng.choice([0, 0, 10])),
             overlap=rng.random() < 0.5,
         )
         self.history: list[Job] = []
+        self.leases: dict[int, tuple[Job, list[int], int]] = {}  # (job, covered tokens, until)
+        self.queued: dict[int, list[int]] = {}
 
     def random_prompt(self) -> list[int]:
         rng = self.rng
@@ -95,6 +101,50 @@ class RandomRun:
         sequence = np.array(job.prompt + job.outputs, np.int32)
         self.harness.scheduler.drop_prefix(sequence, self.rng.randrange(10), job.salt)
 
+    def lease(self) -> None:
+        """Lease a prefix of a known sequence under one of a few ids, renewing what has that id."""
+        job, lease_id = self.rng.choice(self.history), self.rng.randrange(5)
+        sequence = job.prompt + job.outputs
+        sequence = sequence[: self.rng.randrange(1, len(sequence) + 1)]
+        until = self.harness.now_ms + self.rng.randrange(60)
+        grant = self.harness.scheduler.lease(
+            lease_id=lease_id,
+            token_ids=np.array(sequence, np.int32),
+            until_ms=until,
+            tenant=job.tenant,
+            salt=job.salt,
+        )
+        self.leases.pop(lease_id, None)
+        if grant.state in ("granted", "clipped"):
+            self.leases[lease_id] = (job, sequence[: grant.tokens_granted], until)
+        elif grant.state == "queued":
+            self.leases[lease_id] = (job, [], until)
+            self.queued[lease_id] = sequence
+
+    def hint(self) -> None:
+        job = self.rng.choice(self.history)
+        sequence = np.array(job.prompt + job.outputs, np.int32)
+        self.harness.scheduler.hint_prefix(sequence, self.rng.random(), job.salt)
+
+    def check_leases(self) -> None:
+        """What is promised is there, unless it was said that it is not."""
+        scheduler = self.harness.scheduler
+        for event in scheduler.drain_lease_events():
+            job, tokens, until = self.leases[event.lease_id]
+            if event.kind in ("granted", "clipped"):
+                tokens = self.queued[event.lease_id]
+            else:
+                assert event.kind in ("revoked", "expired", "denied")
+                assert event.kind != "expired" or self.harness.now_ms >= until
+            if event.num_tokens == 0:
+                del self.leases[event.lease_id]
+            else:
+                self.leases[event.lease_id] = (job, tokens[: event.num_tokens], until)
+        for job, tokens, _ in self.leases.values():
+            if tokens:
+                held = scheduler.query_prefix(np.array(tokens, np.int32), job.salt).l1
+                assert held == len(tokens), "a leased prefix lost tokens without a word"
+
     def disturb(self) -> None:
         """At most one thing from outside before the next step."""
         harness, rng = self.harness, self.rng
@@ -108,6 +158,14 @@ class RandomRun:
             harness.fail_next = {rng.choice(sorted(harness.live))}
         elif dice < 0.43 and self.history:
             self.drop()
+        elif dice < 0.47 and self.history:
+            self.lease()
+        elif dice < 0.48 and self.leases:
+            lease_id = rng.choice(sorted(self.leases))
+            assert harness.scheduler.release(lease_id)
+            del self.leases[lease_id]
+        elif dice < 0.50 and self.history:
+            self.hint()
 
     def check_outputs(self) -> None:
         for job in self.harness.jobs.values():
@@ -128,6 +186,7 @@ def test_random_runs_keep_every_invariant(chunk: int) -> None:
             run.disturb()
             run.harness.step()
             run.harness.check()
+            run.check_leases()
         run.harness.run()
         run.check_outputs()
         stats = run.harness.check()
