@@ -7,11 +7,14 @@ import asyncio
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
 from engine import api
 from engine.client import EngineClient
+from engine.sampling.params import RowSampling, uniforms
+from engine.sampling.sampler import draw
 from engine.transport import decode_output, encode, endpoint, pack_ids
 from tests.fakes.live_engine import EOS, Collected, LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner, expected_tokens, hashed_script
@@ -189,6 +192,24 @@ def test_seeds_give_the_same_tokens_alone_and_in_company(tmp_path: Path) -> None
         alone = [(await run(client, request(f"alone{i}", i))).ids for i in range(4)]
         together = await asyncio.gather(*(run(client, request(f"both{i}", i)) for i in range(4)))
         assert [result.ids for result in together] == alone
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def test_a_draw_is_what_seed_and_output_position_make_it(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(2, 9)
+        sampling = {"temperature": 1.1, "seed": 12345, "ignore_eos": True}
+        result = await run(client, make_request("drawn", prompt, 10, sampling=sampling))
+        row = RowSampling(temperature=1.1)
+        history = list(prompt)
+        for position in range(10):
+            values = hashed_script(VOCAB)(history).numpy()
+            values[[*CONTROL, EOS]] = -np.inf
+            seeds = np.array([12345], dtype=np.uint64)
+            chance = float(uniforms(seeds, np.array([position]))[0])
+            history.append(draw(values, float(values.max()), row, chance))
+        assert result.ids == history[len(prompt) :]
 
     serve(LiveEngine(str(tmp_path), make_runner()), work)
 
