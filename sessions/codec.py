@@ -7,6 +7,8 @@ that is renamed or removed needs a migration of the store's schema.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,6 +18,8 @@ from sessions.errors import StoreCorrupt
 from sessions.session import Session
 from sessions.settings import SessionSettings
 from sessions.turn_log import PendingTurn, Record
+
+logger = logging.getLogger(__name__)
 
 _encoder = msgspec.msgpack.Encoder()
 _session_decoder = msgspec.msgpack.Decoder(Session)
@@ -50,6 +54,17 @@ def decode_session(body: bytes, settings: bytes) -> Session:
         return replace(session, settings=_settings_decoder.decode(settings))
     except msgspec.MsgspecError as error:
         raise StoreCorrupt(f"a stored session does not decode: {error}") from error
+
+
+def decode_sessions(rows: Iterable[tuple[bytes, bytes]]) -> tuple[Session, ...]:
+    """Those that decode: one damaged session must not hide the others from lists and sweeps."""
+    sessions = []
+    for row in rows:
+        try:
+            sessions.append(decode_session(*row))
+        except StoreCorrupt as error:
+            logger.error("left out of a list: %s", error)
+    return tuple(sessions)
 
 
 def encode_record(record: Record) -> StoredRecord:

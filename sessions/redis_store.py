@@ -56,6 +56,7 @@ from sessions.turn_log import PendingTurn, Record, TurnLog
 logger = logging.getLogger(__name__)
 
 _SOCKET_TIMEOUT_S = 1.0
+_WALK_IDS = 100  # ids a listing reads at once: a filter may let few of them through
 _pack = msgspec.msgpack.encode
 _unpack = msgspec.msgpack.decode
 
@@ -138,7 +139,7 @@ class RedisSessionStore:
         return stored
 
     async def get(self, session_id: str, *, tenant: str | None = None) -> Session:
-        (session,) = await self._load([session_id])
+        session = await self._load(session_id)
         if session is None or (tenant is not None and session.tenant != tenant):
             raise SessionNotFound(session_id)
         return session
@@ -160,7 +161,7 @@ class RedisSessionStore:
         return stored
 
     async def delete(self, session_id: str, *, version: int | None = None) -> bool:
-        (session,) = await self._load([session_id])
+        session = await self._load(session_id)
         if session is None:
             return False
         write = self._new_write()
@@ -321,8 +322,7 @@ class RedisSessionStore:
         ids = await self._call(
             self._client.zrangebyscore(self._key("expiry"), "-inf", now_ms, start=0, num=limit)
         )
-        sessions = await self._load([session_id.decode() for session_id in ids])
-        return tuple(session for session in sessions if session is not None)
+        return await self._load_many(ids)
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         lengths = await self._call(self._client.hvals(self._key("tokens", tenant)))
@@ -361,12 +361,18 @@ class RedisSessionStore:
 
     # -- reading
 
-    async def _load(self, session_ids: Sequence[str]) -> list[Session | None]:
+    async def _load(self, session_id: str) -> Session | None:
+        key = self._key("session", session_id)
+        body, settings = await self._call(self._client.hmget(key, ["body", "settings"]))
+        return None if body is None else codec.decode_session(body, settings)
+
+    async def _load_many(self, session_ids: Sequence[bytes]) -> tuple[Session, ...]:
         pipeline = self._client.pipeline(transaction=False)
         for session_id in session_ids:
-            pipeline.hmget(self._key("session", session_id), "body", "settings")
+            pipeline.hmget(self._key("session", session_id.decode()), ["body", "settings"])
         rows = await self._call(pipeline.execute())
-        return [None if body is None else codec.decode_session(body, s) for body, s in rows]
+        # An id may be listed and its session gone: the two were read one after the other.
+        return codec.decode_sessions((body, s) for body, s in rows if body is not None)
 
     async def _walk(self, query: ListQuery) -> AsyncIterator[Session]:
         index = self._key("sessions")
@@ -375,17 +381,17 @@ class RedisSessionStore:
         if query.parent_session_id is not None:
             index = self._key("children", query.parent_session_id)
         after = query.after
+        num_ids = max(query.limit + 1, _WALK_IDS)
         while True:
             bound = "" if after is None else f"({after}"
             by_lex: Any = (
                 self._client.zrangebylex if query.ascending else self._client.zrevrangebylex
             )
             ends = (bound or "-", "+") if query.ascending else (bound or "+", "-")
-            ids = await self._call(by_lex(index, *ends, start=0, num=query.limit + 1))
-            for session in await self._load([session_id.decode() for session_id in ids]):
-                if session is not None:
-                    yield session
-            if len(ids) <= query.limit:
+            ids = await self._call(by_lex(index, *ends, start=0, num=num_ids))
+            for session in await self._load_many(ids):
+                yield session
+            if len(ids) < num_ids:
                 return
             after = ids[-1].decode()
 

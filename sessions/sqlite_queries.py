@@ -256,5 +256,5 @@ def list_sessions(db: sqlite3.Connection, query: ListQuery) -> SessionPage:
         f"{SELECT_SESSION} WHERE {' AND '.join(clauses)} ORDER BY s.id {order} LIMIT ?",
         (*values, query.limit + 1),
     ).fetchall()
-    sessions = tuple(codec.decode_session(*row) for row in rows[: query.limit])
+    sessions = codec.decode_sessions(rows[: query.limit])
     return SessionPage(sessions=sessions, has_more=len(rows) > query.limit)

@@ -21,7 +21,8 @@ from typing import Final
 
 from sessions.errors import StoreSchemaTooNew
 
-MIGRATIONS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
+Migrations = tuple[tuple[str, tuple[str, ...]], ...]
+MIGRATIONS: Final[Migrations] = (
     (
         "sessions, logs, turns and keys",
         (
@@ -63,7 +64,7 @@ MIGRATIONS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
 SCHEMA_VERSION: Final = len(MIGRATIONS)
 
 
-def migrate(connection: sqlite3.Connection) -> int:
+def migrate(connection: sqlite3.Connection, migrations: Migrations = MIGRATIONS) -> int:
     """Apply what is missing, each migration in its own transaction; returns the version before.
 
     Raises `StoreSchemaTooNew`. Two processes may run it at once: the write lock orders them.
@@ -73,12 +74,12 @@ def migrate(connection: sqlite3.Connection) -> int:
         "(version INTEGER PRIMARY KEY, name TEXT NOT NULL, applied_at_ms INTEGER NOT NULL)"
     )
     before = _version(connection)
-    if before > SCHEMA_VERSION:
+    if before > len(migrations):
         raise StoreSchemaTooNew(
-            f"the database has schema {before}, this Moorage knows up to {SCHEMA_VERSION} "
+            f"the database has schema {before}, this Moorage knows up to {len(migrations)} "
             "(hint: start the Moorage that wrote it, or a later one)"
         )
-    for version, (name, statements) in enumerate(MIGRATIONS, start=1):
+    for version, (name, statements) in enumerate(migrations, start=1):
         _apply(connection, version, name, statements)
     return before
 

@@ -231,7 +231,7 @@ class SqliteSessionStore:
                 (now_ms, RUNNING, QUEUED, limit),
             ).fetchall()
         )
-        return tuple(codec.decode_session(*row) for row in rows)
+        return codec.decode_sessions(rows)
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         row = await self._db.read(

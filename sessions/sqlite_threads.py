@@ -132,6 +132,8 @@ class SqliteThreads:
         if mode != "wal":
             raise StoreUnavailable(f"{self._path}: the file system offers no WAL (got {mode})")
         connection.execute("PRAGMA synchronous = FULL")
+        # A deleted transcript is overwritten, not only unlinked.
+        connection.execute("PRAGMA secure_delete = ON")
         if self._max_bytes:
             page_bytes = connection.execute("PRAGMA page_size").fetchone()[0]
             connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // page_bytes)}")

@@ -34,7 +34,9 @@ class Sweeper:
     """Expires idle sessions past their time, and later deletes the expired ones.
 
     An expired session answers `session_expired` for `retention_ms`, then it is gone. A session
-    with a running turn is never touched: the turn's commit moves its expiry.
+    with a running turn is never touched: the turn's commit moves its expiry. After a clock that
+    leapt by more than `max_step_ms` since the last pass, one pass is left out: a wrong clock that
+    is set right in the meantime expires nothing.
     """
 
     def __init__(
@@ -44,15 +46,22 @@ class Sweeper:
         *,
         retention_ms: int,
         batch: int = 100,
+        max_step_ms: int = 6 * 3_600_000,
     ) -> None:
         self._store = store
         self._clock_ms = clock_ms
         self._retention_ms = retention_ms
         self._batch = batch
+        self._max_step_ms = max_step_ms
+        self._last_ms: int | None = None
 
     async def sweep(self) -> SweepResult:
         """Run one bounded pass; call it again while it returns a full batch."""
         now_ms = self._clock_ms()
+        last_ms, self._last_ms = self._last_ms, now_ms
+        if last_ms is not None and now_ms - last_ms > self._max_step_ms:
+            logger.warning("clock leapt by %d ms: no session expires now", now_ms - last_ms)
+            return SweepResult()
         expired: list[str] = []
         deleted: list[str] = []
         for session in await self._store.due(now_ms, self._batch):

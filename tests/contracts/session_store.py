@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -588,6 +589,28 @@ class SessionStoreContract:
             assert [decode_ids(r.output_token_ids) for r in log.records[1:]] == [
                 [turn] for turn in range(6)
             ]
+
+    def test_a_cancelled_read_never_answers_another(self, harness: StoreHarness) -> None:
+        ids = [self._make(harness).id for _ in range(6)]
+        chance = random.Random(3)
+
+        async def read(session_id: str) -> None:
+            for _ in range(3):
+                assert (await harness.store.get(session_id)).id == session_id
+
+        async def read_and_cancel() -> list[None | BaseException]:
+            tasks = [asyncio.create_task(read(ids[n % 6])) for n in range(90)]
+            for task in tasks[::2]:
+                await asyncio.sleep(chance.random() / 2000)
+                task.cancel()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = harness.run(read_and_cancel())
+        allowed = (type(None), asyncio.CancelledError)
+        assert all(isinstance(result, allowed) for result in results), results
+        assert results[1::2] == [None] * 45
+        for session_id in ids:
+            assert harness.run(harness.store.get(session_id)).id == session_id
 
     # -- helpers
 

@@ -111,6 +111,20 @@ def test_running_turns_that_are_overdue_do_not_starve_the_sweep(
     assert harness.run(sweeper.sweep()).expired == (idle.id,)
 
 
+def test_a_clock_that_leaps_and_is_set_right_expires_nothing(
+    harness: StoreHarness, clock: SessionClock, sweeper: Sweeper
+) -> None:
+    session = make(harness, DAY_MS)
+    harness.run(sweeper.sweep())
+    clock.advance(365 * DAY_MS)
+    assert harness.run(sweeper.sweep()) == SweepResult()
+    clock.advance(-365 * DAY_MS)
+    assert harness.run(sweeper.sweep()) == SweepResult()
+    clock.advance(DAY_MS)
+    assert harness.run(sweeper.sweep()) == SweepResult()  # a leap: the machine slept, say
+    assert harness.run(sweeper.sweep()) == SweepResult(expired=(session.id,))
+
+
 def test_a_clock_that_goes_back_expires_nothing_early(
     harness: StoreHarness, clock: SessionClock, sweeper: Sweeper
 ) -> None:
