@@ -34,6 +34,9 @@ from tools_schema.errors import ToolSchemaError
 logger = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 30.0
+ROUTERS = tuple(
+    module.router for module in (sessions, turns, chat, completions, models, health, admin)
+)
 
 
 def create_app(services: Services) -> FastAPI:
@@ -42,8 +45,8 @@ def create_app(services: Services) -> FastAPI:
     context = ApiContext(services, turn_service, SessionService(services, turn_service))
     app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
     app.state.context = context
-    for module in (sessions, turns, chat, completions, models, health, admin):
-        app.include_router(module.router)
+    for router in ROUTERS:
+        app.include_router(router)
     _add_error_answers(app)
     server = services.config.server
     if server.cors_origins:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates reference pages from the code: configuration, the HTTP API, metrics, error codes.
+"""Generates reference pages from the code: configuration, metrics, error codes; writes them all.
 
 Does not know: guides and concepts; those are written by hand.
 """
@@ -12,12 +12,12 @@ import inspect
 import re
 import textwrap
 import typing
+from pathlib import Path
 from typing import Any
 
 from appliance.config import ApplianceConfig, _default_state_dir
+from appliance.docs_http import NOTE, WRITE, http_api_page
 from appliance.typed_toml import to_plain
-
-NOTE = "<!-- generated: {how} -->\n"
 
 
 def configuration_page() -> str:
@@ -78,9 +78,9 @@ def _type_of(cls: type[Any], name: str) -> Any:
 def _type_name(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " \\| ".join(map(str, typing.get_args(hint)))
-    return re.sub(
-        r"\b\w+\.", "", getattr(hint, "__name__", "") if isinstance(hint, type) else ""
-    ) or str(hint).replace("|", "\\|")
+    if isinstance(hint, type) and not typing.get_args(hint):
+        return hint.__name__
+    return str(hint).replace("|", "\\|")
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
@@ -100,3 +100,58 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
             text = str(typing.cast(ast.Constant, typing.cast(ast.Expr, after).value).value)
             docs[statement.target.id] = " ".join(text.split())
     return docs
+
+
+def errors_page() -> str:
+    """Return docs/errors.md."""
+    from appliance.errors import STATUS_BY_CODE, type_of_status
+
+    lines = [
+        NOTE.format(how=WRITE),
+        "# Error codes\n",
+        "The HTTP status follows from the code. `param` is the path of the field at fault. 429 and",
+        "503 come with `Retry-After`.\n",
+        "| code | status | type |",
+        "|---|---|---|",
+    ]
+    for code, status in sorted(STATUS_BY_CODE.items(), key=lambda entry: (entry[1], entry[0])):
+        lines.append(f"| {code} | {status} | {type_of_status(status)} |")
+    return "\n".join(lines) + "\n"
+
+
+def metrics_page() -> str:
+    """Return docs/metrics.md."""
+    from appliance.metrics import Metrics
+
+    lines = [
+        NOTE.format(how=WRITE),
+        "# Metrics\n",
+        "`GET /metrics` answers in Prometheus' text format. The engine's own counters follow as",
+        "`moorage_engine_<name>`.\n",
+        "| name | type | meaning |",
+        "|---|---|---|",
+    ]
+    for family in Metrics().registry.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        lines.append(f"| {name} | {family.type} | {family.documentation} |")
+    return "\n".join(lines) + "\n"
+
+
+PAGES = {
+    "configuration.md": configuration_page,
+    "http-api.md": http_api_page,
+    "errors.md": errors_page,
+    "metrics.md": metrics_page,
+}
+
+
+def main(folder: Path) -> None:
+    """Write every generated page."""
+    for name, page in PAGES.items():
+        (folder / name).write_text(page())
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(Path(sys.argv[1]))

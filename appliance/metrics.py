@@ -11,7 +11,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,6 +27,9 @@ from engine.api import CacheHit
 SECONDS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 OVERHEAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
+
+# Every counter would come with a second series that says when it was made.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class EngineStatsCollector(Collector):

@@ -112,9 +112,9 @@ class Supervisor:
         """
         server = self.config.server
         lock = lock_run_dir(server.run_dir)
-        self._listener = bind_listener(server.host, server.port)
-        signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISED_SIGNALS)
         try:
+            self._listener = bind_listener(server.host, server.port)
+            signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISED_SIGNALS)
             self._start_children()
             return self._watch()
         finally:

@@ -42,9 +42,7 @@ def test_many_readers_of_a_running_turn_all_see_every_event(app: RunningApp) -> 
         app.http.stream("POST", f"/v1/sessions/{session_id}/turns", json=body) as first,
     ):
         turn_id = first.headers["x-turn-id"]
-        readers = [
-            pool.submit(read_events, app, session_id, turn_id, after) for after in range(8)
-        ]
+        readers = [pool.submit(read_events, app, session_id, turn_id, after) for after in range(8)]
         whole = list(sse_events(first))
         for after, reader in enumerate(readers):
             assert reader.result() == whole[after:]

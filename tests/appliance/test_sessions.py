@@ -99,7 +99,9 @@ def test_forks_share_the_history_and_go_their_own_ways(app: RunningApp) -> None:
 
 def test_a_fork_at_an_item_ends_right_behind_it(app: RunningApp) -> None:
     session_id = app.session()
-    turn = app.turn(session_id, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    turn = app.turn(
+        session_id, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    )
     at = turn["input"][0]["id"]
     child = app.post(f"/v1/sessions/{session_id}/fork", {"at": at}).json()["data"][0]
     ids = app.get(f"/v1/sessions/{child['id']}/tokens").json()["token_ids"]

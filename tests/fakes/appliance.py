@@ -98,9 +98,7 @@ class RunningApp:
     def start(self) -> None:
         self.services = build_services(self.config, default_assets())
         self.asgi = create_app(self.services)
-        config = uvicorn.Config(
-            self.asgi, ws="none", log_config=None, timeout_graceful_shutdown=1
-        )
+        config = uvicorn.Config(self.asgi, ws="none", log_config=None, timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         listener = self._listener.dup()
         self._thread = threading.Thread(

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generates docs/http-api.md from the routes and their body models.
+
+Does not know: other pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import FastAPI
+
+from appliance.app import ROUTERS
+
+NOTE = "<!-- generated: {how} -->\n"
+WRITE = "python -m appliance.docs docs"
+
+TAGS = {
+    "sessions": "Sessions",
+    "turns": "Turns",
+    "openai": "OpenAI dialects",
+    "operations": "Operations",
+    "admin": "Admin (the CLI's own key, or any caller where no keys are configured)",
+}
+
+EVENTS = """
+## The events of a turn
+
+Each event has an `id:` line (its number), an `event:` line (its type) and JSON with `type`,
+`sequence_number` (from 1), `session_id` and `turn_id`. A comment line comes at least every
+`server.heartbeat_s` seconds.
+
+| event | fields |
+|---|---|
+| turn.created | `turn` |
+| turn.queued | `position`: turns that wait in front of this one |
+| turn.cache | `cached_l1`, `cached_l2`, `cached_l3`, `to_compute`, `miss` |
+| turn.prefill.progress | `done`, `total` |
+| turn.in_progress | none: the first token is there |
+| response.output_item.added | `output_index`, `item` |
+| response.content_part.added, .done | `item_id`, `output_index`, `content_index`, `part` |
+| response.output_text.delta, .done | the same, but `delta` or `text` for `part` |
+| response.reasoning_text.delta, .done | as for output_text |
+| response.function_call_arguments.delta | `item_id`, `output_index`, `delta` |
+| response.function_call_arguments.done | `item_id`, `output_index`, `name`, `arguments` |
+| response.output_item.done | `output_index`, `item`; `x_invalid_arguments` of a call |
+| turn.completed | `stop_reason`: end_turn, tool_use or stop_sequence |
+| turn.incomplete | `reason`: max_output_tokens, context_limit or deadline |
+| turn.cancelled | |
+| turn.failed | `error` |
+
+Exactly one of the last four ends a turn. It carries `items` (the output as it was committed),
+`usage`, `x_cache`, `revision`, and `turn`, the whole turn as `GET .../turns/{turn_id}` returns it:
+`committed_tokens` (output tokens that are in the history), `cache` (what was reused, what was
+expected, and the `miss`), `x_grammar_fallback` (tools whose grammar is looser than their schema),
+`x_invalid_calls` (calls whose arguments break their schema).
+
+A miss has a `reason` (`evicted`, `engine_restarted`, `model_changed`, `settings_changed`), the
+`first_diverging_item` and `missed_tokens`.
+"""
+
+
+def http_api_page() -> str:
+    """Return docs/http-api.md: every route with its query and body fields, and the events."""
+    app = FastAPI()
+    for router in ROUTERS:
+        app.include_router(router)
+    schema = app.openapi()
+    lines = [
+        NOTE.format(how=WRITE),
+        "# HTTP API\n",
+        "Bodies and answers are JSON; streams are server-sent events. Where API keys are",
+        "configured, send `Authorization: Bearer <key>`; the key decides the tenant. Errors read",
+        '`{"error": {type, code, message, param}}`; [errors.md](errors.md) lists the codes.',
+        "Session endpoints refuse unknown fields; the OpenAI dialects accept and log them.\n",
+    ]
+    routes = [
+        (path, method, operation)
+        for path, methods in schema["paths"].items()
+        for method, operation in methods.items()
+    ]
+    for tag, title in TAGS.items():
+        lines.append(f"## {title}\n")
+        for path, method, operation in routes:
+            if operation["tags"] == [tag]:
+                lines += _route_section(path, method, operation, schema)
+    return "\n".join([*lines, EVENTS.strip()]) + "\n"
+
+
+def _route_section(
+    path: str, method: str, operation: dict[str, Any], schema: dict[str, Any]
+) -> list[str]:
+    lines = [f"### {method.upper()} {path}\n", f"{operation['description']}\n"]
+    rows = [
+        (f"{p['name']} ({p['in']})", _schema_type(p["schema"], schema), p["schema"].get("default"))
+        for p in operation.get("parameters", ())
+        if p["in"] != "path"
+    ]
+    content = operation.get("requestBody", {}).get("content", {})
+    for media in content.values():
+        rows += _body_rows("", media["schema"], schema)
+    if rows:
+        lines += ["| field | type | default |", "|---|---|---|"]
+        lines += [f"| {name} | {kind} | {_shown_default(value)} |" for name, kind, value in rows]
+        lines.append("")
+    return lines
+
+
+def _body_rows(
+    prefix: str, node: dict[str, Any], schema: dict[str, Any]
+) -> Iterator[tuple[str, str, Any]]:
+    node = _resolve(node, schema)
+    required = node.get("required", ())
+    for name, field in node.get("properties", {}).items():
+        default = "required" if name in required else field.get("default")
+        yield f"{prefix}{name}", _schema_type(field, schema), default
+        for option in field.get("anyOf", [field]):
+            if "$ref" in option:
+                yield from _body_rows(f"{prefix}{name}.", option, schema)
+
+
+def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in node:
+        node = schema["components"]["schemas"][node["$ref"].rsplit("/", 1)[1]]
+    return node
+
+
+def _schema_type(node: dict[str, Any], schema: dict[str, Any]) -> str:
+    if "anyOf" in node:
+        options = [_schema_type(option, schema) for option in node["anyOf"]]
+        return " or ".join(option for option in options if option != "null")
+    if "enum" in node:
+        return ", ".join(map(str, node["enum"]))
+    kind = str(_resolve(node, schema).get("type", "any"))
+    bounds = [
+        f"{sign} {node[key]:g}"
+        for key, sign in (
+            ("exclusiveMinimum", ">"),
+            ("minimum", ">="),
+            ("exclusiveMaximum", "<"),
+            ("maximum", "<="),
+        )
+        if key in node and abs(node[key]) < 2**53
+    ]
+    return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+def _shown_default(value: Any) -> str:
+    if value == "required":
+        return "required"
+    return "" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor with small child processes: restarts, giving up, draining, no orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from appliance.process_spawn import RestartPolicy, describe_exit
+from appliance.supervisor import StartError, bind_listener, lock_run_dir, read_state
+
+ROOT = Path(__file__).parents[2]
+
+# Stand-ins for the engine and the API process; the supervisor finds them by module name.
+ENGINE_CHILD = """
+import signal, sys, time
+if {dies}: sys.exit({dies})
+signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))
+while True: time.sleep(0.05)
+"""
+API_CHILD = """
+import http.server, socket, sys
+fd = int(sys.argv[sys.argv.index("--fd") + 1])
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = str(__import__("os").getpid()).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *a): pass
+server = http.server.HTTPServer(("127.0.0.1", 0), Answer, bind_and_activate=False)
+server.socket = socket.socket(fileno=fd)
+server.serve_forever()
+"""
+RUN = """
+import sys
+from pathlib import Path
+from appliance import supervisor, process_spawn, logs
+from appliance.config import config_from_table
+logs.configure("supervisor", "INFO")
+config = config_from_table({"server": {"state_dir": sys.argv[1], "port": 0, "max_restarts": 3}})
+original = supervisor.spawn
+def spawn(module, args, pass_fds=()):
+    return original({"engine.process": "fake_engine", "appliance.api_main": "fake_api"}[module],
+                    args, pass_fds=pass_fds)
+supervisor.spawn = spawn
+sys.exit(supervisor.Supervisor(config).run())
+"""
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> object:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+    return found
+
+
+class Running:
+    def __init__(self, folder: Path, dies: int = 0) -> None:
+        self.folder = folder
+        (folder / "fake_engine.py").write_text(ENGINE_CHILD.format(dies=dies))
+        (folder / "fake_api.py").write_text(API_CHILD)
+        environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RUN, str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def state(self) -> dict[str, object]:
+        return json.loads((self.folder / "run" / "state.json").read_text())  # type: ignore[no-any-return]
+
+    def wait_ready(self) -> dict[str, object]:
+        wait_for(lambda: (self.folder / "run" / "state.json").exists() and self.state()["ready"])
+        return self.state()
+
+    def stop(self) -> tuple[int, str, str]:
+        self.process.send_signal(signal.SIGTERM)
+        out, err = self.process.communicate(timeout=30)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="moorage-") as name:
+        yield Path(name)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A process that nobody has waited for yet is dead all the same.
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_it_says_ready_once_writes_its_state_and_stops_clean(folder: Path) -> None:
+    running = Running(folder)
+    state = running.wait_ready()
+    pids = state["pids"]
+    assert isinstance(pids, dict) and set(pids) == {"supervisor", "engine", "api"}
+    assert read_state(folder / "run") == state
+    assert httpx.get(str(state["url"])).text == str(pids["api"])
+    status, out, _ = running.stop()
+    assert status == 0
+    assert out.count("moorage ready in") == 1 and str(state["url"]) in out
+    assert not any(is_alive(pid) for pid in pids.values())
+    assert read_state(folder / "run") is None
+
+
+def test_a_killed_child_is_started_again_and_no_connection_is_refused(folder: Path) -> None:
+    running = Running(folder)
+    state = running.wait_ready()
+    pids = dict(state["pids"])  # type: ignore[call-overload]
+    for name in ("engine", "api"):
+        os.kill(pids[name], signal.SIGKILL)
+        # The very next connection attempt waits in the backlog instead of failing.
+        assert httpx.get(str(state["url"]), timeout=20).status_code == 200
+        wait_for(lambda name=name: running.state()["restarts"][name] == 1)  # type: ignore[index,misc]
+    now = running.state()["pids"]
+    assert isinstance(now, dict)
+    assert now["engine"] != pids["engine"] and now["api"] != pids["api"]
+    assert running.state()["url"] == state["url"]
+    assert running.stop()[0] == 0
+
+
+def test_children_do_not_outlive_a_killed_supervisor(folder: Path) -> None:
+    running = Running(folder)
+    pids = dict(running.wait_ready()["pids"])  # type: ignore[call-overload]
+    running.process.kill()
+    running.process.communicate(timeout=10)
+    wait_for(lambda: not is_alive(pids["engine"]) and not is_alive(pids["api"]))
+
+
+@pytest.mark.parametrize("status", [1, 3])
+def test_an_engine_that_cannot_start_ends_the_appliance_with_status_1(
+    folder: Path, status: int
+) -> None:
+    running = Running(folder, dies=status)
+    _, err = running.process.communicate(timeout=60)
+    assert running.process.returncode == 1
+    assert ("refused to start" if status == 1 else "too often; giving up") in err
+
+
+def test_one_run_directory_holds_one_appliance(folder: Path) -> None:
+    with lock_run_dir(folder / "run"), pytest.raises(StartError, match="another appliance"):
+        lock_run_dir(folder / "run")
+
+
+def test_a_port_in_use_is_named() -> None:
+    with bind_listener("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"):
+            bind_listener("127.0.0.1", port)
+
+
+def test_restarts_wait_longer_each_time_and_are_bounded_within_a_minute() -> None:
+    policy = RestartPolicy(3)
+    delays = [policy.next_delay_s(now_s) for now_s in (0.0, 1.0, 2.0)]
+    assert all(delay is not None for delay in delays) and delays == sorted(delays)  # type: ignore[type-var]
+    assert policy.next_delay_s(3.0) is None
+    assert policy.next_delay_s(61.5) == delays[1] or policy.next_delay_s(62.5) is not None
+
+
+def test_an_exit_is_described_in_words() -> None:
+    assert describe_exit(3) == "exit 3"
+    assert describe_exit(-9) == "signal SIGKILL"
