@@ -72,7 +72,7 @@ def make_mla_workspace(
         q_len=q_len,
         latent_dim=latent_dim,
         num_parts=num_parts,
-        plan=torch.zeros(num_parts * 4 + max_rows + 2, dtype=torch.int32, device=device),
+        plan=torch.zeros(num_parts * 8 + max_rows + 2, dtype=torch.int32, device=device),
         partial_out=torch.empty(slots, rows, latent_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(slots, rows, dtype=torch.float32, device=device),
     )

@@ -4,13 +4,14 @@
 A matrix [N, K] (both multiples of 64) is cut into tiles of 64 rows x 64 columns. A tile holds
 4 warps x 32 lanes x 4 words; lane = 4 * g + c of warp w holds, in word i, the eight codes which the
 tensor core's A operand wants from that lane for rows w * 16 + {g, g + 8} and columns
-i * 16 + {2c, 2c + 1, 2c + 8, 2c + 9}. Within a word the two columns of a pair share bit positions
-in the two 16-bit halves. fp4: the four pairs (g, 2c), (g + 8, 2c), (g, 2c + 8), (g + 8, 2c + 8)
-lie at bits (sign, e1, e0, m) = (15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0) and (14, 11, 10, 13), so that
+i * 16 + 4c + {0, 1, 2, 3} (the compiler orders the columns of both operands alike, four to a lane).
+Within a word the two columns of a pair share bit positions in the two 16-bit halves. fp4: the four
+pairs (g, 4c), (g + 8, 4c), (g, 4c + 2), (g + 8, 4c + 2) lie at bits (sign, e1, e0, m) = (15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0) and (14, 11, 10, 13), so that
 three of them need one shift and one mask to become bf16. int4: at nibbles 0..3, offset by 8.
 
-Scales become one byte per 16 columns, four of a tile's row to a word; a kernel forms the bf16 factor as
-`byte << shift` plus a constant. fp8 scales are re-encoded as e5m3 without subnormals, e8m0 scales as
+Scales become one byte per 16 columns. A word holds those of rows g (low half) and g + 8 (high half)
+for two neighbouring groups of columns, the even one in the low bytes; a kernel forms the bf16
+factors as `byte << shift` plus a constant, both rows at once. fp8 scales are re-encoded as e5m3 without subnormals, e8m0 scales as
 exponents relative to the largest of the matrix. What that and the code's own exponent leave over goes
 into one fp32 factor per matrix. Every code times its scale is exact in bf16.
 """
@@ -27,16 +28,16 @@ from kernels.reference.quant import GROUP_OF_FORMAT, W4Weight, unpack_codes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleCode:
-    """bf16 factor, twice in a word: byte * multiply + add."""
+    """Two bf16 factors in a word: bytes 0 and 2 times `multiply` plus `add`."""
 
     multiply: int
     add: int
 
 
 SCALE_CODES = {
-    "nvfp4": ScaleCode(multiply=0x00100010, add=0x6F006F00),
-    "mxfp4": ScaleCode(multiply=0x00800080, add=0),
-    "mxint4": ScaleCode(multiply=0x00800080, add=0),
+    "nvfp4": ScaleCode(multiply=16, add=0x6F006F00),
+    "mxfp4": ScaleCode(multiply=128, add=0),
+    "mxint4": ScaleCode(multiply=128, add=0),
 }
 _FP4_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
 
@@ -61,15 +62,15 @@ class TiledW4:
 def _words_of_codes(codes: torch.Tensor, fmt: str) -> torch.Tensor:
     """codes uint8 [E, N, K] -> int32 words [E, N / 64, K / 64, 4, 32, 4]."""
     e, n, k = codes.shape
-    # e, n64, warp, row8, g, k64, k16, k8, c, pair
-    c = codes.view(e, n // 64, 4, 2, 8, k // 64, 4, 2, 4, 2).to(torch.int32)
+    # e, n64, warp, row8, g, k64, k16, c, k2, pair
+    c = codes.view(e, n // 64, 4, 2, 8, k // 64, 4, 4, 2, 2).to(torch.int32)
     if fmt == "mxint4":
         c = c ^ 8
     words = torch.zeros(e, n // 64, 4, 8, k // 64, 4, 4, dtype=torch.int32, device=codes.device)
     for index in range(4):
-        row8, k8 = index % 2, index // 2
+        row8, k2 = index % 2, index // 2
         for half in range(2):
-            part = c[:, :, :, row8, :, :, :, k8, :, half]
+            part = c[:, :, :, row8, :, :, :, :, k2, half]
             if fmt == "mxint4":
                 words |= part << (16 * half + 4 * index)
                 continue
@@ -117,9 +118,10 @@ def _tiled(
     fmt: str, codes: torch.Tensor, scale_bytes: torch.Tensor, factors: torch.Tensor
 ) -> TiledW4:
     e, n, k = codes.shape
-    # e, n64, warp, row8, g, k64, k16
-    b = scale_bytes.view(e, n // 64, 4, 2, 8, k // 64, 4).to(torch.int64)
-    word = b[..., 0] | (b[..., 1] << 8) | (b[..., 2] << 16) | (b[..., 3] << 24)
+    # e, n64, warp, row8, g, k64, k32, k16
+    b = scale_bytes.view(e, n // 64, 4, 2, 8, k // 64, 2, 2).to(torch.int64)
+    low, high = (b[:, :, :, r, ..., 0] | (b[:, :, :, r, ..., 1] << 8) for r in range(2))
+    word = low | (high << 16)
     word = torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
     return TiledW4(
         format=fmt,
@@ -127,7 +129,8 @@ def _tiled(
         num_rows=n,
         num_cols=k,
         codes=_words_of_codes(codes, fmt),
-        scales=word.permute(0, 1, 5, 2, 4, 3).contiguous(),
+        # e, n64, warp, g, k64, k32 -> e, n64, k64, warp, g, k32
+        scales=word.permute(0, 1, 4, 2, 3, 5).contiguous(),
         factors=factors,
     )
 
@@ -180,10 +183,10 @@ def untile_w4(weight: TiledW4) -> torch.Tensor:
     e, n, k = weight.num_experts, weight.num_rows, weight.num_cols
     words = weight.codes.view(e, n // 64, k // 64, 4, 8, 4, 4)
     values = torch.empty(
-        e, n // 64, 4, 2, 8, k // 64, 4, 2, 4, 2, dtype=torch.float32, device=words.device
+        e, n // 64, 4, 2, 8, k // 64, 4, 4, 2, 2, dtype=torch.float32, device=words.device
     )
     for index in range(4):
-        row8, k8 = index % 2, index // 2
+        row8, k2 = index % 2, index // 2
         for half in range(2):
             if weight.format == "mxint4":
                 decoded = ((words >> (16 * half + 4 * index)) & 15).float() - 8.0
@@ -197,11 +200,12 @@ def untile_w4(weight: TiledW4) -> torch.Tensor:
                 )
                 decoded = torch.where(sign > 0, -magnitude, magnitude)
             # e, n64, k64, warp, g, c, k16 -> e, n64, warp, g, k64, k16, c
-            values[:, :, :, row8, :, :, :, k8, :, half] = decoded.permute(0, 1, 3, 4, 2, 6, 5)
+            values[:, :, :, row8, :, :, :, :, k2, half] = decoded.permute(0, 1, 3, 4, 2, 6, 5)
     matrix = values.view(e, n, k)
-    # e, n64, k64, warp, g, row8 -> e, n64, warp, row8, g, k64
-    scale_words = weight.scales.permute(0, 1, 3, 5, 4, 2).reshape(e, n, k // 64)
-    code = torch.stack([(scale_words >> (8 * i)) & 255 for i in range(4)], dim=-1).view(e, n, -1)
+    # e, n64, k64, warp, g, k32 -> e, n64, warp, g, k64, k32; a byte each for row8 and k16
+    s = weight.scales.permute(0, 1, 3, 4, 2, 5)
+    rows = [torch.stack([(s >> (16 * r + 8 * i)) & 255 for i in (0, 1)], dim=-1) for r in (0, 1)]
+    code = torch.stack(rows, dim=3).reshape(e, n, k // 16)
     if weight.format == "nvfp4":
         step = torch.ldexp(1.0 + (code & 7) / 8.0, (code >> 3) - 23)
         factors = weight.factors * 2.0**-8

@@ -40,7 +40,7 @@ def _inputs(lens: list[int], heads: int, q_len: int, copies: int, layers: int = 
     workspace = make_mla_workspace(
         max_rows=len(lens), num_heads=heads, q_len=q_len, device="cuda"
     )
-    mla.plan(workspace, seq_lens)
+    mla.plan(workspace, seq_lens, tables[0], slots)
     return pool[:, layers - 1], tables, slots, seq_lens, q, workspace
 
 
@@ -62,7 +62,7 @@ def check(kernel: str) -> Iterator[dict[str, Any]]:
             [max(n, 1) for n in lens], heads, q_len, 1, layers
         )
         seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
-        mla.plan(workspace, seq_lens)
+        mla.plan(workspace, seq_lens, tables[0], slots)
         workspace.partial_out.fill_(float("nan"))
         workspace.partial_lse.fill_(float("nan"))
         poison = torch.full((q.shape[0], heads, LATENT), float("nan"), device="cuda", dtype=q.dtype)
@@ -120,6 +120,6 @@ def bench(kernel: str, shapes: list[tuple[int, int, int, int]]) -> Iterator[dict
 
 def bench_plan() -> dict[str, Any]:
     """Time the plan kernel at 64 rows."""
-    _, _, _, seq_lens, _, workspace = _inputs([4096] * 64, 16, 1, 1)
-    us = time_calls_us([lambda: mla.plan(workspace, seq_lens)] * 20)
+    _, tables, slots, seq_lens, _, workspace = _inputs([4096] * 64, 16, 1, 1)
+    us = time_calls_us([lambda: mla.plan(workspace, seq_lens, tables[0], slots)] * 20)
     return {"op": "mla_plan", "bs": 64, "us": round(us, 2)}

@@ -11,21 +11,34 @@ from kernels.selection import select_kernel
 from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
 
 
-def plan_mla_decode(workspace: MlaWorkspace, seq_lens: torch.Tensor) -> None:
+def plan_mla_decode(
+    workspace: MlaWorkspace,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+) -> None:
     """Cut the batch's KV into equal runs; once per step, before any layer's `mla_decode`.
 
     Args:
         workspace: its plan is overwritten, on the device, without a synchronisation.
         seq_lens: int32 [R], R at most workspace.max_rows.
+        page_table: int32 [M, P], as `mla_decode` will get it.
+        row_slots: int32 [R].
 
     Raises:
-        KernelInputError: if seq_lens is not int32 or too long.
+        KernelInputError: if a tensor is not int32 or seq_lens too long.
     """
-    expect_dtype("seq_lens", seq_lens, torch.int32)
+    for name, index in (
+        ("seq_lens", seq_lens),
+        ("page_table", page_table),
+        ("row_slots", row_slots),
+    ):
+        expect_dtype(name, index, torch.int32)
+    expect_shape("row_slots", row_slots, tuple(seq_lens.shape))
     if seq_lens.shape[0] > workspace.max_rows:
         raise KernelInputError("seq_lens", seq_lens.shape[0], f"at most {workspace.max_rows} rows")
     kernel = select_kernel(CallSignature("mla_plan", seq_lens.device.type, ()))
-    kernel.fn(workspace, seq_lens)
+    kernel.fn(workspace, seq_lens, page_table, row_slots)
 
 
 def mla_decode(

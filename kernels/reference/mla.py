@@ -45,5 +45,10 @@ def mla_decode(
 
 
 @register_kernel("mla_plan", "reference", priority=Priority.REFERENCE)
-def plan_mla_decode(workspace: MlaWorkspace, seq_lens: torch.Tensor) -> None:
+def plan_mla_decode(
+    workspace: MlaWorkspace,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+) -> None:
     """The plain form needs no plan."""

@@ -20,6 +20,7 @@ from kernels.triton.mla_decode import mla_decode_kernel
 from kernels.triton.mla_plan import mla_merge_kernel, mla_plan_kernel
 
 TILE = 64
+MIN_TILES = 2
 _LOG2_E = math.log2(math.e)
 
 
@@ -51,13 +52,22 @@ def _refuse_hopper(call: CallSignature) -> str | None:
 
 
 @register_kernel("mla_plan", "triton", priority=Priority.PORTABLE, device="cuda")
-def plan(workspace: MlaWorkspace, seq_lens: torch.Tensor) -> None:
+def plan(
+    workspace: MlaWorkspace,
+    seq_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+) -> None:
     """One tiny program; see triton/mla_plan.py."""
     mla_plan_kernel[(1,)](
         seq_lens,
+        page_table,
+        row_slots,
         workspace.plan,
         seq_lens.shape[0],
+        page_table.stride(0),
         TILE=TILE,
+        MIN_TILES=MIN_TILES,
         NUM_PARTS=workspace.num_parts,
         PARTS_PAD=triton.next_power_of_2(workspace.num_parts),
         ROWS_PAD=triton.next_power_of_2(workspace.max_rows),
@@ -68,7 +78,7 @@ def plan(workspace: MlaWorkspace, seq_lens: torch.Tensor) -> None:
 def _merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool) -> None:
     rows = workspace.q_len * workspace.num_heads
     # Few rows: many parts each, so cut D finely; many rows: two or three parts, one program a row.
-    block_d = 64 if num_rows * rows <= 256 else (128 if num_rows * rows <= 1024 else 512)
+    block_d = 32 if num_rows * rows <= 64 else (128 if num_rows * rows <= 1024 else 512)
     block_d = min(block_d, workspace.latent_dim)
     grid = (num_rows, rows, workspace.latent_dim // block_d)
     mla_merge_kernel[grid](
@@ -81,8 +91,7 @@ def _merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool)
         ROWS_PAD=workspace.num_blocks * TILE_ROWS,
         D=workspace.latent_dim,
         NUM_PARTS=workspace.num_parts,
-        PARTS_PAD=triton.next_power_of_2(workspace.num_parts),
-        BLOCK_P=4 if block_d == 512 else (16 if block_d == 128 else 64),
+        BLOCK_P=4 if block_d == 512 else (16 if block_d == 128 else 128),
         BLOCK_D=block_d,
         USE_PDL=pdl,
         num_warps=4,
@@ -202,6 +211,7 @@ def decode_hopper(
         STAGES=2,
         USE_PDL=True,
         num_warps=4,
+        launch_pdl=True,
     )
     _merge(out, workspace, num_rows, True)
     return out

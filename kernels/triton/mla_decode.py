@@ -43,10 +43,10 @@ def mla_decode_kernel(
     ROWS: tl.constexpr = H * Q_LEN
     m_block = tl.program_id(0)
     part = tl.program_id(1)
-    b = tl.load(plan + part * 4)
-    tile = tl.load(plan + part * 4 + 1)
-    remaining = tl.load(plan + part * 4 + 2)
-    indptr = plan + NUM_PARTS * 4
+    b = tl.load(plan + part * 8)
+    tile = tl.load(plan + part * 8 + 1)
+    remaining = tl.load(plan + part * 8 + 2)
+    indptr = plan + NUM_PARTS * 8
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     e = tl.arange(0, R)

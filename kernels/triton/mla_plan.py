@@ -5,8 +5,9 @@ Owns: cutting the concatenated KV tiles of a batch into equal runs, one per part
 and folding the partial outputs of a row that several parts worked on. Does not know: how a part
 computes its tiles.
 
-Plan layout, int32, `[num_parts * 4 + max_rows + 2]`, written on the device, valid for every layer
-of one step: per part (row, first tile in the row, tiles, 0), then `tile_indptr[num_rows + 1]`, then the
+Plan layout, int32, `[num_parts * 8 + max_rows + 2]`, written on the device, valid for every layer
+of one step: per part (row, first tile in the row, tiles, tiles of the row, slot of the row, page of the
+first tile, 0, 0), so that a part reads its start in one access; then `tile_indptr[num_rows + 1]`, then the
 quota (tiles per part). Part `p` works on global tiles `[p * quota, (p + 1) * quota)`; its partial result for
 row `b` lies in slot `p + b`: along the list each step raises p or b by one, so slots never collide and
 `num_parts + num_rows` of them are enough.
@@ -22,9 +23,13 @@ from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
 @triton.jit
 def mla_plan_kernel(
     seq_lens,
+    page_table,
+    row_slots,
     plan,
     num_rows,
+    page_table_stride,
     TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
     ROWS_PAD: tl.constexpr,
@@ -34,8 +39,9 @@ def mla_plan_kernel(
     all_lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     all_tiles = tl.maximum((all_lens + TILE - 1) // TILE, 1)
     total = tl.sum(tl.where(rows < num_rows, all_tiles, 0), axis=0)
-    quota = (total + NUM_PARTS - 1) // NUM_PARTS
-    indptr = plan + NUM_PARTS * 4
+    # A run shorter than MIN_TILES costs more in merging than it wins in parallel reading.
+    quota = tl.maximum((total + NUM_PARTS - 1) // NUM_PARTS, MIN_TILES)
+    indptr = plan + NUM_PARTS * 8
     tl.store(indptr, 0)
     tl.store(indptr + num_rows + 1, quota)
 
@@ -57,9 +63,16 @@ def mla_plan_kernel(
         done += tl.sum(tiles, axis=0)
     count = tl.minimum(quota, tl.maximum(total - starts, 0))
     keep = parts < NUM_PARTS
-    tl.store(plan + parts * 4, row, mask=keep)
-    tl.store(plan + parts * 4 + 1, starts - base, mask=keep)
-    tl.store(plan + parts * 4 + 2, count, mask=keep)
+    tl.store(plan + parts * 8, row, mask=keep)
+    tl.store(plan + parts * 8 + 1, starts - base, mask=keep)
+    tl.store(plan + parts * 8 + 2, count, mask=keep)
+    busy = keep & (count > 0)
+    row_len = tl.load(seq_lens + row, mask=busy, other=0)
+    tl.store(plan + parts * 8 + 3, tl.maximum((row_len + TILE - 1) // TILE, 1), mask=keep)
+    slot = tl.load(row_slots + row, mask=busy, other=0)
+    tl.store(plan + parts * 8 + 4, slot, mask=keep)
+    at = slot.to(tl.int64) * page_table_stride + starts - base
+    tl.store(plan + parts * 8 + 5, tl.load(page_table + at, mask=busy, other=0), mask=keep)
 
 
 @triton.jit
@@ -73,7 +86,6 @@ def mla_merge_kernel(
     ROWS_PAD: tl.constexpr,
     D: tl.constexpr,
     NUM_PARTS: tl.constexpr,
-    PARTS_PAD: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -81,7 +93,7 @@ def mla_merge_kernel(
     """Program (row of the batch, query row, slice of D): out = sum_p 2^(lse_p - lse) * partial_p."""
     b = tl.program_id(0)
     r = tl.program_id(1)
-    indptr = plan + NUM_PARTS * 4
+    indptr = plan + NUM_PARTS * 8
     start = tl.load(indptr + b)
     end = tl.load(indptr + b + 1)
     quota = tl.load(indptr + num_rows + 1)
@@ -91,22 +103,24 @@ def mla_merge_kernel(
         gdc_wait()
     if num > 1:
         slot = first + b
-        p = tl.arange(0, PARTS_PAD)
-        lse = tl.load(partial_lse + (slot + p) * ROWS_PAD + r, mask=p < num, other=float("-inf"))
-        top = tl.max(lse, axis=0)
-        top = tl.where(top == float("-inf"), 0.0, top)
-        norm = tl.sum(tl.exp2(lse - top), axis=0)
-        inv = 1.0 / tl.where(norm > 0.0, norm, 1.0)  # no KV: the sum is zero anyway
         d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+        top = float("-inf")
+        norm = 0.0
         acc = tl.zeros([BLOCK_D], tl.float32)
         for p0 in range(0, num, BLOCK_P):
-            q = p0 + tl.arange(0, BLOCK_P)
-            part_lse = tl.load(
-                partial_lse + (slot + q) * ROWS_PAD + r, mask=q < num, other=float("-inf")
-            )
-            offsets = ((slot + q).to(tl.int64) * ROWS_PAD + r)[:, None] * D + d[None, :]
-            part = tl.load(partial_out + offsets, mask=(q < num)[:, None], other=0.0)
-            acc += tl.sum(part * tl.exp2(part_lse - top)[:, None], axis=0)
+            p = p0 + tl.arange(0, BLOCK_P)
+            live = p < num
+            lse = tl.load(partial_lse + (slot + p) * ROWS_PAD + r, mask=live, other=float("-inf"))
+            offsets = ((slot + p).to(tl.int64) * ROWS_PAD + r)[:, None] * D + d[None, :]
+            part = tl.load(partial_out + offsets, mask=live[:, None], other=0.0)
+            new_top = tl.maximum(top, tl.max(lse, axis=0))
+            safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weight = tl.exp2(lse - safe_top)
+            shrink = tl.exp2(top - safe_top)
+            norm = norm * shrink + tl.sum(weight, axis=0)
+            acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+            top = new_top
+        inv = 1.0 / tl.where(norm > 0.0, norm, 1.0)  # no KV: the sum is zero anyway
         o = (b.to(tl.int64) * ROWS + r) * D + d
         tl.store(out + o, (acc * inv).to(out.dtype.element_ty))
     if USE_PDL:

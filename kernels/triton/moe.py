@@ -32,7 +32,7 @@ class GemmTile:
     nm: int
     kc: int
     stages: int
-    warps: int = 4
+    warps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +50,14 @@ def tiles_for(num_tokens: int, top_k: int, num_experts: int) -> MoeTiles:
     if mean <= 12:
         return MoeTiles(
             tokens=16,
-            first=GemmTile(nm=1, kc=4, stages=3),
-            second=GemmTile(nm=1, kc=2, stages=4),
+            first=GemmTile(nm=2, kc=1, stages=4, warps=2),
+            second=GemmTile(nm=2, kc=1, stages=4, warps=2),
         )
     if mean <= 48:
         return MoeTiles(
             tokens=32,
-            first=GemmTile(nm=2, kc=2, stages=3),
-            second=GemmTile(nm=2, kc=2, stages=3),
+            first=GemmTile(nm=2, kc=1, stages=4, warps=2),
+            second=GemmTile(nm=2, kc=1, stages=4, warps=2),
         )
     return MoeTiles(
         tokens=128,

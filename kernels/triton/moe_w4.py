@@ -18,15 +18,19 @@ from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
 # then times the scale, which carries 2^118. The products are exact; HMUL2 keeps subnormals.
 _FP4_ASM = tl.constexpr("""
 {
-.reg .b32 t, u;
+.reg .b32 t, u, p, q;
+.reg .b16 g, h;
+mov.b32 {g, h}, $5;
+mov.b32 p, {g, g};
+mov.b32 q, {h, h};
 and.b32 t, $4, 0x81C081C0;
-mul.bf16x2 $0, t, $5;
+mul.bf16x2 $0, t, p;
 shl.b32 t, $4, 3;
 and.b32 t, t, 0x81C081C0;
-mul.bf16x2 $1, t, $6;
+mul.bf16x2 $1, t, q;
 shl.b32 t, $4, 6;
 and.b32 t, t, 0x81C081C0;
-mul.bf16x2 $2, t, $5;
+mul.bf16x2 $2, t, p;
 shl.b32 t, $4, 1;
 and.b32 t, t, 0x80008000;
 shr.b32 u, $4, 3;
@@ -35,33 +39,37 @@ or.b32 t, t, u;
 shr.b32 u, $4, 7;
 and.b32 u, u, 0x00400040;
 or.b32 t, t, u;
-mul.bf16x2 $3, t, $6;
+mul.bf16x2 $3, t, q;
 }
 """)
 # Eight offset-binary int4 codes: 0x4300 | code is bf16 128 + code; (v - 136) * scale in one fma,
 # exact because -136 * 2^e is a bf16 number.
 _INT4_ASM = tl.constexpr("""
 {
-.reg .b32 t, m, c, p, q;
+.reg .b32 t, m, c, p, q, x, y;
+.reg .b16 g, h;
+mov.b32 {g, h}, $5;
+mov.b32 p, {g, g};
+mov.b32 q, {h, h};
 mov.b32 c, 0x43004300;
 mov.b32 m, 0xC308C308;
-mul.bf16x2 p, $5, m;
-mul.bf16x2 q, $6, m;
+mul.bf16x2 x, p, m;
+mul.bf16x2 y, q, m;
 and.b32 t, $4, 0x000F000F;
 or.b32 t, t, c;
-fma.rn.bf16x2 $0, t, $5, p;
+fma.rn.bf16x2 $0, t, p, x;
 shr.b32 t, $4, 4;
 and.b32 t, t, 0x000F000F;
 or.b32 t, t, c;
-fma.rn.bf16x2 $1, t, $6, q;
+fma.rn.bf16x2 $1, t, q, y;
 shr.b32 t, $4, 8;
 and.b32 t, t, 0x000F000F;
 or.b32 t, t, c;
-fma.rn.bf16x2 $2, t, $5, p;
+fma.rn.bf16x2 $2, t, p, x;
 shr.b32 t, $4, 12;
 and.b32 t, t, 0x000F000F;
 or.b32 t, t, c;
-fma.rn.bf16x2 $3, t, $6, q;
+fma.rn.bf16x2 $3, t, q, y;
 }
 """)
 
@@ -77,11 +85,12 @@ def _half(word, HIGH: tl.constexpr, PORTABLE: tl.constexpr):
 
 
 @triton.jit
-def _pair(word, scale, INT4: tl.constexpr, PORTABLE: tl.constexpr):
+def _pair(word, scale, HIGH: tl.constexpr, INT4: tl.constexpr, PORTABLE: tl.constexpr):
+    """The two weights of a word; HIGH says which half of `scale` is theirs (portable form only)."""
     low = _half(word, False, PORTABLE)
     high = _half(word, True, PORTABLE)
     if PORTABLE:
-        s = _half(scale, False, True)
+        s = _half(scale, HIGH, True)
         if INT4:
             return tl.join((low - 136.0) * s, (high - 136.0) * s)
         return tl.join(low * s, high * s)
@@ -90,10 +99,11 @@ def _pair(word, scale, INT4: tl.constexpr, PORTABLE: tl.constexpr):
 
 @triton.jit
 def _expand(
-    codes, scale_lo, scale_hi, ROWS: tl.constexpr, COLS: tl.constexpr, INT4: tl.constexpr,
+    codes, scale, ROWS: tl.constexpr, COLS: tl.constexpr, INT4: tl.constexpr,
     PORTABLE: tl.constexpr,
 ):
-    """codes, scales u32 [8, 4, 4, kc, nm, 4] -> [ROWS, COLS], bf16 (fp32 in the portable form)."""
+    """u32 [kc, nm, 4, 8, 4, 4] each -> [ROWS, COLS], bf16 (fp32 in the portable form). A scale word
+    holds the bf16 factors of rows g and g + 8."""
     if PORTABLE:
         if INT4:
             a0 = (codes & 0x000F000F) | 0x43004300
@@ -112,17 +122,21 @@ def _expand(
     else:
         a0, a1, a2, a3 = tl.inline_asm_elementwise(
             _INT4_ASM if INT4 else _FP4_ASM,
-            "=r,=r,=r,=r,r,r,r",
-            [codes, scale_lo, scale_hi],
+            "=r,=r,=r,=r,r,r",
+            [codes, scale],
             dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
             is_pure=True,
             pack=1,
         )
-    k_lo = tl.join(_pair(a0, scale_lo, INT4, PORTABLE), _pair(a1, scale_hi, INT4, PORTABLE))
-    k_hi = tl.join(_pair(a2, scale_lo, INT4, PORTABLE), _pair(a3, scale_hi, INT4, PORTABLE))
+    p0 = _pair(a0, scale, False, INT4, PORTABLE)
+    p1 = _pair(a1, scale, True, INT4, PORTABLE)
+    p2 = _pair(a2, scale, False, INT4, PORTABLE)
+    p3 = _pair(a3, scale, True, INT4, PORTABLE)
+    k_lo = tl.join(p0, p1)
+    k_hi = tl.join(p2, p3)
     w = tl.join(k_lo, k_hi)
-    # g c warp kc nm k16 pair row8 k8 -> rows (nm warp row8 g), columns (kc k16 k8 c pair)
-    w = tl.permute(w, (4, 2, 7, 0, 3, 5, 8, 1, 6))
+    # kc nm warp g c k16 pair row8 k2 -> rows (nm warp row8 g), columns (kc k16 c k2 pair)
+    w = tl.permute(w, (1, 2, 7, 3, 0, 5, 4, 8, 6))
     return tl.reshape(w, (ROWS, COLS))
 
 
@@ -175,31 +189,25 @@ def moe_w4_kernel(
         x_row = begin + t
     k = tl.arange(0, COLS)
     x_ptr = x + x_row.to(tl.int64)[:, None] * K + k[None, :]
-    # Lanes lead the index: the compiler then gives each thread the 16 bytes that it feeds to its
-    # tensor core.
-    lane = tl.arange(0, 32)[:, None, None, None, None]
-    warp = tl.arange(0, 4)[None, :, None, None, None]
-    kc = tl.arange(0, KC)[None, None, :, None, None]
-    nm = tl.arange(0, NM)[None, None, None, :, None]
-    word = tl.arange(0, 4)[None, None, None, None, :]
+    # Two-dimensional loads in memory order: the compiler gives each thread 16 bytes (its own words),
+    # and shared memory keeps that order, without bank conflicts.
+    step = tl.arange(0, KC * NM)
+    step = (step % NM) * KB + step // NM
     tile = (expert.to(tl.int64) * (N // 64) + pid_n * NM) * KB
-    code_ptr = codes + tile * 512 + (nm * KB + kc) * 512 + warp * 128 + lane * 4 + word
-    g = tl.arange(0, 8)[:, None, None, None, None]
-    row8 = tl.arange(0, 2)[None, None, None, None, :]
-    scale_ptr = scales + tile * 64 + (nm * KB + kc) * 64 + warp * 16 + g * 2 + row8
-    shift = (tl.arange(0, 4) * 8)[None, None, None, None, None, :]
+    code_ptr = codes + tile * 512 + step[:, None] * 512 + tl.arange(0, 512)[None, :]
+    scale_ptr = scales + tile * 64 + step[:, None] * 64 + tl.arange(0, 64)[None, :]
+    shift = (tl.arange(0, 2) * 8)[None, None, None, None, None, None, :]
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for kb in tl.range(0, KB, KC, num_stages=STAGES):
         c = tl.load(code_ptr + kb * 512)
         s = tl.load(scale_ptr + kb * 64)
         xt = tl.load(x_ptr + kb * 64, mask=live[:, None], other=0.0)
-        s_lo, s_hi = tl.split(s)
-        e_lo = ((s_lo[:, None, :, :, :, None] >> shift) & 255) * SCALE_MUL + SCALE_ADD
-        e_hi = ((s_hi[:, None, :, :, :, None] >> shift) & 255) * SCALE_MUL + SCALE_ADD
-        c = tl.reshape(c, (8, 4, 4, KC, NM, 4))
-        e_lo = tl.broadcast_to(e_lo, (8, 4, 4, KC, NM, 4))
-        e_hi = tl.broadcast_to(e_hi, (8, 4, 4, KC, NM, 4))
-        w = _expand(c, e_lo, e_hi, ROWS, COLS, INT4, PORTABLE)
+        c = tl.reshape(c, (KC, NM, 4, 8, 4, 4))
+        s = tl.reshape(s, (KC, NM, 4, 8, 2))[:, :, :, :, None, :]
+        s = tl.broadcast_to(s, (KC, NM, 4, 8, 4, 2))
+        e = ((s[:, :, :, :, :, :, None] >> shift) & 0x00FF00FF) * SCALE_MUL + SCALE_ADD
+        e = tl.reshape(e, (KC, NM, 4, 8, 4, 4))
+        w = _expand(c, e, ROWS, COLS, INT4, PORTABLE)
         acc = tl.dot(w, xt.T, acc)
     if USE_PDL:
         gdc_launch_dependents()

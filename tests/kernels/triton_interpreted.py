@@ -52,7 +52,7 @@ def check_mla(seq_lens: list[int], q_len: int, heads: int, parts: int) -> None:
     workspace.partial_out.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
     args = (q, pool[:, 1], page_table, slots, lens, 0.2, latent, workspace)
-    mla.plan(workspace, lens)
+    mla.plan(workspace, lens, page_table, slots)
     error = relative_error(mla.decode_portable(*args), reference_mla.mla_decode(*args))
     assert error < 1e-5, error
 
