@@ -66,7 +66,11 @@ def create_app(services: Services) -> FastAPI:
 @contextlib.asynccontextmanager
 async def _life(context: ApiContext) -> AsyncIterator[None]:
     services = context.services
-    await services.store.open()
+    try:
+        await services.store.open()
+    except SessionError as error:
+        logger.error("session store: %s", error)
+        raise
     services.journals.sweep_files()
     await services.client.start()
     await context.turns.recover()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from appliance.config import ApplianceConfig
+from appliance.stores import store_problem
 from appliance.supervisor import StartError, bind_listener
 
 MIN_FREE_BYTES = 64 << 20
@@ -22,12 +23,16 @@ PROBE_BYTES = 4096
 
 def find_problems(config: ApplianceConfig, *, port_is_ours: bool = False) -> list[str]:
     """Return every problem found, worst first; an empty list means it can start."""
-    problems = [*_model_problems(config)]
+    problems = [str(problem) for problem in config.problems()]
+    if problems:
+        return problems
     for name, directory in (
         ("server.state_dir", config.server.state_dir),
         ("server.run_dir", config.server.run_dir),
     ):
         problems.extend(_directory_problems(name, directory))
+    if not problems:
+        problems.extend(filter(None, [store_problem(config.sessions)]))
     if not port_is_ours:
         problems.extend(_port_problems(config))
     problems.extend(_environment_problems())
@@ -63,11 +68,6 @@ def _directory_problems(name: str, directory: Path) -> Iterator[str]:
             f"{name}: the disk is full: {free_bytes >> 20} MiB free in {directory}, "
             f"at least {MIN_FREE_BYTES >> 20} needed"
         )
-
-
-def _model_problems(config: ApplianceConfig) -> Iterator[str]:
-    for problem in config.engine.problems():
-        yield str(problem)
 
 
 def _environment_problems() -> Iterator[str]:

@@ -32,10 +32,10 @@ class Settings:
     path: Path | None
     overrides: tuple[str, ...]
 
-    def load(self) -> ApplianceConfig:
+    def load(self, *, validate: bool = True) -> ApplianceConfig:
         """Return the validated configuration; exits where it is wrong."""
         try:
-            return load_config(self.path, self.overrides)
+            return load_config(self.path, self.overrides, validate=validate)
         except ValueError as error:
             fail(str(error))
 

@@ -44,7 +44,8 @@ def dict_config(process: str, level: str) -> dict[str, Any]:
         # One access line per request would be a log line per step of an agent: metrics count them.
         "loggers": {
             "uvicorn.access": {"level": "WARNING"},
-            "uvicorn.error": {"level": "WARNING" if level != "DEBUG" else "DEBUG"},
+            # What fails in a request or at the start is logged where it is answered.
+            "uvicorn.error": {"level": "CRITICAL" if level != "DEBUG" else "DEBUG"},
             "sse_starlette": {"level": "WARNING"},
             "asyncio": {"level": "WARNING"},
         },

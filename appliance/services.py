@@ -25,11 +25,11 @@ from appliance.grammars import GrammarCompiler
 from appliance.metrics import Metrics
 from appliance.prompts import Head, HistoryEnd, PromptRenderer
 from appliance.response_events import ResponseEvents, derived_id
+from appliance.stores import build_store
 from appliance.supervisor import read_admin_key
 from appliance.turn_events import EventJournals
 from engine.client import EngineClient
 from engine.text.assets import TextAssets, load_text_assets
-from sessions.config import SessionsConfig
 from sessions.history import replace_history
 from sessions.items import FunctionCall, Item
 from sessions.session import Session, items_record
@@ -221,17 +221,6 @@ def tool_format_of(assets: TextAssets) -> ToolFormat:
     if assets.tool_format in format_names():
         return get_format(str(assets.tool_format))
     return guess_format(assets.chat_template.source)
-
-
-def build_store(config: SessionsConfig) -> SessionStore:
-    """Return the configured store, not yet open."""
-    if config.store == "redis":
-        from sessions.redis_store import RedisSessionStore
-
-        return RedisSessionStore(config)
-    from sessions.sqlite_store import SqliteSessionStore
-
-    return SqliteSessionStore(config)
 
 
 def build_services(config: ApplianceConfig, assets: TextAssets | None = None) -> Services:

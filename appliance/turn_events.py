@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 CONTENT_PREFIX = "response."
+TERMINAL = ("turn.completed", "turn.incomplete", "turn.cancelled", "turn.failed")
 ONCE_PER_TURN = ("turn.created", "turn.queued", "turn.cache", "turn.in_progress")
 _encoder = msgspec.json.Encoder()
 
@@ -39,6 +40,11 @@ class TurnEvents:
     _num_to_skip: int = 0  # content events that a resumed turn will emit again
     _seen_types: frozenset[str] = frozenset()  # before the crash this turn is taken up after
     _grown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def has_terminal(self) -> bool:
+        """The last event is one that ends a turn."""
+        return bool(self.frames) and _event_type(self.frames[-1]) in TERMINAL
 
     @property
     def has_content(self) -> bool:

@@ -7,11 +7,12 @@ tokens, so a run that takes up an unfinished turn repeats what readers saw and g
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from appliance import cache_report, turn_view
 from appliance.answer import AnswerReader, KeptTokens
@@ -24,7 +25,7 @@ from appliance.turn_params import TurnParams
 from engine import api
 from engine.client import EngineClient
 from engine.client_streams import StreamItem
-from sessions.token_codec import count, decode_ids
+from sessions.token_codec import count, decode_ids, encode_ids
 from sessions.turn_log import (
     CANCELLED,
     COMPLETED,
@@ -38,6 +39,8 @@ from sessions.turn_log import (
 from tools_schema.structural_tag import GrammarPlan
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DEADLINE = "deadline"
 CANCEL = "cancel"
@@ -78,7 +81,7 @@ class TurnRun:
     finished: api.Finished | None = None
     error: ApiError | None = None
     _item_ends: list[int] = field(default_factory=list)
-    _input_len: int = 0
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def turn_id(self) -> str:
@@ -104,7 +107,31 @@ class TurnRun:
         """Ask for the end of this turn; it ends with what it has. Asking twice is harmless."""
         if not self.stop_cause and self.finished is None:
             self.stop_cause = cause
+            self._stopping.set()
         await self.client.abort(self.turn_id)
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return what `work` gives, or None once the turn is asked to stop."""
+        task = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return await task if task.done() else None
+        finally:
+            stopping.cancel()
+            task.cancel()
+
+    def on_engine_restart(self) -> None:
+        """Another engine goes on with this turn: all that was computed is computed again."""
+        if self.cache is None or self.finished is not None:
+            return
+        num_lost = self.prompt_len + max(0, len(self.answer.token_ids) - 1)
+        self.miss = {
+            "reason": cache_report.ENGINE_RESTARTED,
+            "first_diverging_item": cache_report.first_item_after(self.records, 0),
+            "missed_tokens": num_lost,
+        }
+        self.events.emit("turn.cache", {"miss": self.miss})
 
     async def run(self, plan: GrammarPlan) -> None:
         """Sample to the end. Failures are kept in `error`, never raised (cancellation is)."""
@@ -137,7 +164,7 @@ class TurnRun:
             else:
                 return
             # The engine died after the API process did, or never saw the request.
-            request.resume_token_ids = bytes(self.answer.token_ids)
+            request.resume_token_ids = encode_ids(self.answer.token_ids)
         async for item in self.client.generate(request, abort_on_close=False):
             yield item
 

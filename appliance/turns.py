@@ -24,18 +24,13 @@ from appliance.services import Services
 from appliance.turn_events import TurnEvents
 from appliance.turn_params import TurnParams, turn_params
 from appliance.turn_run import CANCEL, DEADLINE, TERMINAL_EVENT, TurnRun
-from sessions.errors import (
-    SessionError,
-    SessionNotFound,
-    StoreUnavailable,
-    TurnNotFound,
-    VersionConflict,
-)
+from sessions.errors import SessionError, StoreUnavailable, VersionConflict
 from sessions.ids import new_id
 from sessions.items import parse_items
 from sessions.session import Session
 from sessions.token_codec import count
 from sessions.turn_log import FAILED, PendingTurn, Record, TurnLog
+from tools_schema.errors import ToolSchemaError
 
 logger = logging.getLogger(__name__)
 
@@ -209,14 +204,16 @@ class TurnService:
             num_ahead = sum(not a.run.first_token_s for a in self._active.values()) - 1
             run.events.emit("turn.queued", {"position": num_ahead})
             toolset = run.response.toolset
-            plan = await self._core.grammars.compiled(
-                GrammarQuestion(
-                    toolset, run.params.choice(toolset), run.params.parsed_response_format()
-                )
+            question = GrammarQuestion(
+                toolset, run.params.choice(toolset), run.params.parsed_response_format()
             )
+            plan = await run.unless_stopped(self._core.grammars.compiled(question))
+            if plan is None:
+                await self._finish(run)
+                return
             if plan.fallbacks:
                 self._metrics.grammar_fallbacks.inc()
-            if not run.stop_cause:
+            if not run.stop_cause and run.error is None:
                 run.submitted_s = time.monotonic()
                 self._metrics.turn_submit_seconds.observe(run.submitted_s - run.started_s)
                 await run.run(plan)
@@ -242,6 +239,7 @@ class TurnService:
     def _on_engine_restart(self) -> None:
         self._metrics.engine_instances.inc()
         for active in self._active.values():
+            active.run.on_engine_restart()
             if active.run.stop_cause:  # the new engine has not heard that it shall stop
                 self._chore(active.run.request_stop(active.run.stop_cause))
 
@@ -340,6 +338,8 @@ class TurnService:
         """Return a turn's events. Raises ApiError events_expired where they are gone."""
         session = await self._core.store.get(session_id, tenant=tenant)
         events = self._core.journals.find(session_id, turn_id)
+        if events is not None and not events.has_terminal and turn_id not in self._active:
+            events = await self._with_terminal(session, events)
         if events is not None:
             return events
         await self._core.store.read_turn(session, turn_id)
@@ -348,6 +348,16 @@ class TurnService:
             "events_expired", f"the events of this turn are gone; the turn is at {link}",
             "starting_after", {"turn": link},
         )  # fmt: skip
+
+    async def _with_terminal(self, session: Session, events: TurnEvents) -> TurnEvents:
+        """Add the event that a crash between commit and its sending has swallowed."""
+        turn = await self._core.store.read_turn(session, events.turn_id)
+        if isinstance(turn, Record):
+            events = self._core.journals.reopen(session.id, turn.id)
+            fields = turn_view.terminal_fields(turn_view.turn_wire(session.id, turn))
+            events.emit(TERMINAL_EVENT[turn.status], fields)
+            events.close()
+        return events
 
     async def cancel(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
         """Stop a turn and return it as it ended; a turn that has ended stays as it is."""
@@ -377,17 +387,23 @@ class TurnService:
             if pending.id in self._active:
                 continue
             try:
-                session = await self._core.store.get(pending.session_id)
-                log = await self._core.store.read_log(session)
-            except (SessionNotFound, TurnNotFound):
-                continue
-            events = self._core.journals.reopen(pending.session_id, pending.id)
-            run = self._build_run(session, log, pending, events)
-            run.is_resumed = True
-            events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
-            logger.info("turn taken up again", extra={"turn_id": pending.id})
-            self._launch(run, time.monotonic())
+                await self._take_up(pending)
+            except (SessionError, ToolSchemaError) as error:
+                # One turn that cannot go on must not keep the others, or the process, down.
+                logger.error("turn not taken up: %s", error, extra={"turn_id": pending.id})
         return len(pending_turns)
+
+    async def _take_up(self, pending: PendingTurn) -> None:
+        session = await self._core.store.get(pending.session_id)
+        log = await self._core.store.read_log(session)
+        events = self._core.journals.reopen(pending.session_id, pending.id)
+        run = self._build_run(session, log, pending, events)
+        run.is_resumed = True
+        if session.model_fingerprint not in ("", self._core.assets.fingerprint):
+            run.error = ApiError("api_restarted", "the model changed while this turn ran")
+        events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
+        logger.info("turn taken up again", extra={"turn_id": pending.id})
+        self._launch(run, time.monotonic())
 
     async def drain(self, timeout_s: float) -> None:
         """Let running turns finish; those that do not are left for the next API process."""

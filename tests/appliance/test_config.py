@@ -103,6 +103,27 @@ def test_check_says_all_that_is_wrong_at_once(tmp_path: Path) -> None:
         told = "\n".join(find_problems(config))
     assert f"server.port: cannot listen on 127.0.0.1:{port}: Address already in use" in told
     assert f"server.state_dir: cannot write to {tmp_path}/file/x" in told
+    config = config_from_table(
+        {"server": {"port": -1, "heartbeat_s": 0}, "engine": {"max_slots": 0}}, validate=False
+    )
+    told = "\n".join(find_problems(config))
+    assert "server.port" in told and "server.heartbeat_s" in told and "engine.max_slots" in told
+
+
+def test_check_opens_the_store(tmp_path: Path) -> None:
+    (tmp_path / "moorage-sessions.db").write_bytes(b"no database" * 100)
+    config = config_from_table({"server": {"state_dir": str(tmp_path), "port": 0}})
+    (line,) = find_problems(config)
+    assert line.startswith("sessions.store: sqlite: ") and "\n" not in line
+    url = "redis://127.0.0.1:1/0"
+    config = config_from_table(
+        {
+            "server": {"state_dir": str(tmp_path), "port": 0},
+            "sessions": {"store": "redis", "redis_url": url, "store_timeout_ms": 500},
+        }
+    )
+    (line,) = find_problems(config)
+    assert line.startswith("sessions.store: redis: ")
 
 
 def test_check_names_a_foreign_kernels_distribution(

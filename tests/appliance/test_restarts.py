@@ -98,6 +98,10 @@ def test_an_engine_crash_in_mid_turn_is_not_seen_by_the_reader(own_app: RunningA
                 if len(events) == 20:
                     app.engine.restart()
         assert events[-1]["type"] == "turn.completed"
+        told = [event for event in events if event["type"] == "turn.cache"]
+        assert len(told) == 2 and told[1]["miss"]["reason"] == "engine_restarted"
+        assert told[1]["miss"]["missed_tokens"] >= events[-1]["usage"]["input_tokens"]
+        assert events[-1]["turn"]["cache"]["miss"] == told[1]["miss"]
         resumed = app.engine.requests[-1]
         assert len(resumed.resume_token_ids) > 0
         # The fake starts its script anew behind what it was given; a real engine goes on.
@@ -146,6 +150,35 @@ def test_both_processes_lost_before_any_output_runs_the_turn_after_all(
         app.engine.resume()
         app.start()
         assert text_of(seen + read_rest(app, session_id, seen)) == WORDS
+
+
+def test_a_terminal_event_that_a_crash_swallowed_is_told_to_the_reader_who_comes_back(
+    own_app: RunningApp,
+) -> None:
+    with own_app as app:
+        app.engine.tokens_per_s = 0.0
+        session_id = app.session()
+        events = app.stream(session_id, "x")
+        app.stop()
+        journal = app.config.server.state_dir / "turns" / f"{events[0]['turn_id']}.events"
+        data = journal.read_bytes()
+        journal.write_bytes(data[: data.rindex(b"id: ")])  # the crash came after the commit
+        app.start()
+        assert read_rest(app, session_id, events[:5]) == events[5:]
+
+
+def test_a_turn_is_cancelled_while_there_is_no_engine_to_compile_its_grammar(
+    tmp_path: Path,
+) -> None:
+    with RunningApp(tmp_path, with_engine=False) as app:
+        session_id = app.session()
+        path = f"/v1/sessions/{session_id}/turns"
+        body = {"input": "x", "stream": True, "response_format": {"type": "json_object"}}
+        with app.http.stream("POST", path, json=body) as reply:
+            events = sse_events(reply)
+            turn_id = next(events)["turn_id"]
+            assert app.post(f"{path}/{turn_id}/cancel").json()["status"] == "cancelled"
+            assert list(events)[-1]["type"] == "turn.cancelled"
 
 
 def test_a_turn_sent_while_no_engine_runs_waits_for_it(tmp_path: Path) -> None:
