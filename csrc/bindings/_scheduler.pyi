@@ -48,6 +48,13 @@ class RequestSpec:
         salt: str = "",
         expected_return: float = 0.5,  # chance that prompt + output is continued: eviction value
     ) -> None: ...
+    request_id: int
+    token_ids: NDArray[np.int32]
+    max_new_tokens: int
+    priority: int
+    tenant: str
+    salt: str
+    expected_return: float
 
 class StepDone:
     """Results of one planned step, arrays in the plan's row order.
@@ -66,12 +73,20 @@ class StepDone:
         finished: NDArray[np.uint8],
         failed: NDArray[np.uint8],
     ) -> None: ...
+    step_id: int
+    num_accepted: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    finished: NDArray[np.uint8]
+    failed: NDArray[np.uint8]
 
 class Abort:
     def __init__(self, *, request_id: int) -> None: ...
+    request_id: int
 
 class TransferAck:
     def __init__(self, *, ticket: int, ok: bool) -> None: ...
+    ticket: int
+    ok: bool
 
 Event = StepDone | Abort | TransferAck
 

@@ -100,25 +100,58 @@ void bind_inputs(nb::module_& module) {
   nb::class_<RequestSpec>(module, "RequestSpec")
       .def("__init__", &make_spec, nb::kw_only(), nb::arg("request_id"),
            nb::arg("token_ids").noconvert(), nb::arg("max_new_tokens"), nb::arg("priority") = 0,
-           nb::arg("tenant") = "default", nb::arg("salt") = "", nb::arg("expected_return") = 0.5);
+           nb::arg("tenant") = "default", nb::arg("salt") = "", nb::arg("expected_return") = 0.5)
+      .def_prop_ro("request_id", [](const RequestSpec& self) { return self.request_id.value; })
+      .def_prop_ro("token_ids",
+                   [](nb::handle_t<RequestSpec> self) {
+                     return view(self, nb::cast<const RequestSpec&>(self).token_ids);
+                   })
+      .def_ro("max_new_tokens", &RequestSpec::max_new_tokens)
+      .def_ro("priority", &RequestSpec::priority)
+      .def_ro("tenant", &RequestSpec::tenant)
+      .def_ro("salt", &RequestSpec::salt)
+      .def_prop_ro("expected_return",
+                   [](const RequestSpec& self) { return self.return_permille / 1000.0; });
   nb::class_<StepDone>(module, "StepDone")
       .def("__init__", &make_step_done, nb::kw_only(), nb::arg("step_id"),
            nb::arg("num_accepted").noconvert(), nb::arg("token_ids").noconvert(),
-           nb::arg("finished").noconvert(), nb::arg("failed").noconvert());
+           nb::arg("finished").noconvert(), nb::arg("failed").noconvert())
+      .def_ro("step_id", &StepDone::step_id)
+      .def_prop_ro("num_accepted",
+                   [](nb::handle_t<StepDone> self) {
+                     return view(self, nb::cast<const StepDone&>(self).num_accepted);
+                   })
+      .def_prop_ro("token_ids",
+                   [](nb::handle_t<StepDone> self) {
+                     const auto& done = nb::cast<const StepDone&>(self);
+                     const std::size_t shape[] = {done.num_accepted.size(),
+                                                  static_cast<std::size_t>(done.num_columns)};
+                     return OutArray<std::int32_t>(done.token_ids.data(), 2, shape, self);
+                   })
+      .def_prop_ro("finished",
+                   [](nb::handle_t<StepDone> self) {
+                     return view(self, nb::cast<const StepDone&>(self).finished);
+                   })
+      .def_prop_ro("failed", [](nb::handle_t<StepDone> self) {
+        return view(self, nb::cast<const StepDone&>(self).failed);
+      });
   nb::class_<AbortInput>(module, "Abort")
       .def(
           "__init__",
           [](AbortInput* self, std::int64_t request_id) {
             new (self) AbortInput{RequestId{request_id}};
           },
-          nb::kw_only(), nb::arg("request_id"));
+          nb::kw_only(), nb::arg("request_id"))
+      .def_prop_ro("request_id", [](const AbortInput& self) { return self.request_id.value; });
   nb::class_<TransferAckInput>(module, "TransferAck")
       .def(
           "__init__",
           [](TransferAckInput* self, std::int64_t ticket, bool ok) {
             new (self) TransferAckInput{ticket, ok};
           },
-          nb::kw_only(), nb::arg("ticket"), nb::arg("ok"));
+          nb::kw_only(), nb::arg("ticket"), nb::arg("ok"))
+      .def_ro("ticket", &TransferAckInput::ticket)
+      .def_ro("ok", &TransferAckInput::ok);
 }
 
 }  // namespace moorage

@@ -7,13 +7,6 @@
 namespace moorage {
 namespace {
 
-// A view of one of the plan's arrays; the array keeps `self`, hence the memory.
-template <class T>
-OutArray<T> view(nb::handle self, const std::vector<T>& values) {
-  const std::size_t shape[] = {values.size()};
-  return OutArray<T>(values.data(), 1, shape, self);
-}
-
 OutArray<std::int32_t> view(nb::handle self,
                             const std::vector<std::array<std::int32_t, 3>>& values) {
   const std::size_t shape[] = {values.size(), 3};

@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "core/token_span.h"
 #include "prefix/page_hash.h"
@@ -24,6 +25,13 @@ using OutArray = nb::ndarray<nb::numpy, const T, nb::c_contig>;
 
 inline TokenSpan as_tokens(const InArray1<TokenId>& array) {
   return {array.data(), array.shape(0)};
+}
+
+// A view of `values`, which belong to the object `self`; the array keeps that object.
+template <class T>
+OutArray<T> view(nb::handle self, const std::vector<T>& values) {
+  const std::size_t shape[] = {values.size()};
+  return OutArray<T>(values.data(), 1, shape, self);
 }
 
 inline nb::bytes as_bytes(const PageHash& hash) {

@@ -29,49 +29,53 @@ void end();
 // Writes token `token` of A tiles from x [cols].
 void pack_row(const float* x, int cols, uint16_t* tiles, int token);
 
-// Two 16-row panels of a matrix times all tokens. Calls `finish` once per pair of m tiles (and per
-// chunk of columns) with c: fp32 [2 m tiles][2 panels][16][16] and the number of m tiles in it.
+// Two 16-row panels of a matrix times all tokens.
 struct PairProduct {
   const PackedMatrix* matrix = nullptr;
   int panels[2] = {0, 0};
   const uint16_t* tokens = nullptr;  // A tiles
   int num_tokens = 0;
-  uint16_t* scratch = nullptr;       // 2 * kChunkTiles * kTileElements
-  bool sums_chunks = false;          // true: `finish` adds, so it may be called once per chunk
+  uint16_t* scratch = nullptr;       // scratch_elements()
+  bool sums_chunks = false;  // the target adds: columns may be taken in chunks that fit the L1
 };
-using Finish = void (*)(const void* context, int first_token, int num_tokens, const float* c);
-void pair_product(const PairProduct& product, Finish finish, const void* context);
-// Elements of `scratch` for a matrix of num_cols columns.
 size_t scratch_elements(int num_cols, bool sums_chunks);
 
-// residual [tokens, hidden] += c.
-struct AddContext {
-  float* residual;
-  int hidden;
-  int panels[2];
+// residual [tokens, hidden] += the product.
+struct AddTarget {
+  float* residual = nullptr;
+  int hidden = 0;
+  int panels[2] = {0, 0};
 };
-void finish_add(const void* context, int first_token, int num_tokens, const float* c);
+void product_add(const PairProduct& product, const AddTarget& target);
 
 // A tiles [tokens, ffn] = silu(panel 0) * panel 1, columns [column, column + 16).
-struct SwigluContext {
-  uint16_t* tiles;
-  int k_tiles;
-  int column;
+struct SwigluTarget {
+  uint16_t* tiles = nullptr;
+  int k_tiles = 0;
+  int column = 0;
 };
-void finish_swiglu(const void* context, int first_token, int num_tokens, const float* c);
+void product_swiglu(const PairProduct& product, const SwigluTarget& target);
 
 // Panel 0 holds dims [dim, dim + 16) of a head, panel 1 dims [D/2 + dim, D/2 + dim + 16): rope pairs.
-// Token t goes to targets[t] + offset (bf16), scaled; no rope where `cos_sin` is null.
-struct HeadContext {
-  const float* cos_sin;          // [max_positions, D]
-  const int32_t* positions;      // [tokens]
-  uint16_t* const* targets;      // [tokens]
-  size_t offset;
-  int head_dim;
-  int dim;
-  float scale;
+// Token t goes to rows[t] + offset in bf16, scaled; no rope where `cos_sin` is null.
+struct HeadTarget {
+  const float* cos_sin = nullptr;        // [max_positions, D]
+  const int32_t* positions = nullptr;    // [tokens]
+  uint16_t* const* rows = nullptr;       // [tokens]
+  size_t offset = 0;
+  int head_dim = 0;
+  int dim = 0;
+  float scale = 1.0F;
 };
-void finish_head(const void* context, int first_token, int num_tokens, const float* c);
+void product_head(const PairProduct& product, const HeadTarget& target);
+
+// out fp32 [tokens, num_cols], columns [column, column + 32) as far as there are any.
+struct StoreTarget {
+  float* out = nullptr;
+  int num_cols = 0;
+  int column = 0;
+};
+void product_store(const PairProduct& product, const StoreTarget& target);
 
 // One row's K and V of one KV head, repacked as B tiles; `keys` [padded / 16][D / 32] tiles,
 // `values` [padded / 32][D / 16] tiles.

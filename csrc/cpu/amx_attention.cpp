@@ -13,13 +13,15 @@ namespace {
 
 constexpr int kMaxKeyTiles = kBlockKeys / 16;
 
-// What one head of the block works on; everything a few KB, so it stays in L1.
+// What one head of the block works on; a few KB each, so that it stays in the L1. Scores and weights
+// are double: while one block of keys is softened, the tiles work on its neighbours.
 struct HeadState {
-  alignas(64) float scores[2 * kMaxKeyTiles * 256];             // [m][key tile][16][16]
-  alignas(64) uint16_t weights[2 * (kBlockKeys / 32) * 512];    // A tiles [m][k]
-  alignas(64) float out[2 * (kMaxHeadDim / 16) * 256];          // [m][dim tile][16][16]
-  float maximum[kBlockQueries];
-  float total[kBlockQueries];
+  alignas(64) float scores[2][2 * kMaxKeyTiles * 256];           // [m][key tile][16][16]
+  alignas(64) uint16_t weights[2][2 * (kBlockKeys / 32) * 512];  // A tiles [m][k]
+  alignas(64) float out[2 * (kMaxHeadDim / 16) * 256];           // [m][dim tile][16][16]
+  alignas(64) float total[kBlockQueries * 16];                   // 16 partial sums a row
+  float base[kBlockQueries];                                     // exponent taken off the scores
+  bool is_fresh;                                                 // no block seen yet
 };
 
 inline __m512i row_of(const uint16_t* key, int dim) {
@@ -88,104 +90,160 @@ void pack_value_tiles(const uint16_t* const* keys, size_t value_offset, int head
   }
 }
 
-// scores = Q K^T for the block's keys; num_m is 1 or 2, num_tiles even.
-inline void multiply_keys(const AttendBlock& block, const uint16_t* query, const uint16_t* keys,
-                          int num_tiles, int num_m, HeadState& state) {
+// One block of keys of the walk over them.
+struct KeyRun {
+  int begin = 0;
+  int num_tiles = 0;  // of 16 keys, even
+  int turn = 0;       // which of the double buffers
+};
+
+// scores of two key tiles = Q K^T.
+inline void multiply_keys(const AttendBlock& block, const uint16_t* query, const KeyRun& run,
+                          int tile, HeadState& state) {
   const int steps = block.head_dim / 32;
   const long row_stride = static_cast<long>(block.head_dim) * 2;
   const Operand a{query, query + static_cast<size_t>(kTileRows) * block.head_dim, row_stride, 32};
-  for (int tile = 0; tile < num_tiles; tile += 2) {
-    const uint16_t* first = keys + static_cast<size_t>(tile) * steps * kTileElements;
-    const Operand b{first, first + static_cast<size_t>(steps) * kTileElements, 64, kTileElements};
-    float* to = state.scores + tile * 256;
-    zero_2x2();
-    if (num_m == 2) {
-      multiply_2x2(a, b, steps);
-      _tile_stored(2, to + kMaxKeyTiles * 256, 64);
-      _tile_stored(3, to + (kMaxKeyTiles + 1) * 256, 64);
-    } else {
-      multiply_1x2(a, b, steps);
-    }
-    _tile_stored(0, to, 64);
-    _tile_stored(1, to + 256, 64);
-  }
+  const uint16_t* first = block.kv.keys + static_cast<size_t>(run.begin) * block.head_dim +
+                          static_cast<size_t>(tile) * steps * kTileElements;
+  const Operand b{first, first + static_cast<size_t>(steps) * kTileElements, 64, kTileElements};
+  float* to = state.scores[run.turn] + tile * 256;
+  zero_2x2();
+  for (int k = 0; k < steps; ++k) multiply_step(a, b, k);
+  _tile_stored(0, to, 64);
+  _tile_stored(1, to + 256, 64);
+  _tile_stored(2, to + kMaxKeyTiles * 256, 64);
+  _tile_stored(3, to + (kMaxKeyTiles + 1) * 256, 64);
 }
 
-// out += P V.
-inline void multiply_values(const AttendBlock& block, const uint16_t* values, int num_tiles,
-                            int num_m, HeadState& state) {
+// out of two dim tiles += P V.
+inline void multiply_values(const AttendBlock& block, const KeyRun& run, int tile,
+                            HeadState& state) {
   const int dim_tiles = block.head_dim / 16;
-  const uint16_t* p = state.weights;
+  const uint16_t* p = state.weights[run.turn];
   const Operand a{p, p + (kBlockKeys / 32) * kTileElements, 64, kTileElements};
-  const long step = static_cast<long>(dim_tiles) * kTileElements;
-  for (int tile = 0; tile < dim_tiles; tile += 2) {
-    const uint16_t* first = values + static_cast<size_t>(tile) * kTileElements;
-    const Operand b{first, first + kTileElements, 64, step};
-    float* to = state.out + tile * 256;
-    float* to_second = to + (kMaxHeadDim / 16) * 256;
-    _tile_loadd(0, to, 64);
-    _tile_loadd(1, to + 256, 64);
-    if (num_m == 2) {
-      _tile_loadd(2, to_second, 64);
-      _tile_loadd(3, to_second + 256, 64);
-      multiply_2x2(a, b, num_tiles / 2);
-      _tile_stored(2, to_second, 64);
-      _tile_stored(3, to_second + 256, 64);
-    } else {
-      multiply_1x2(a, b, num_tiles / 2);
-    }
-    _tile_stored(0, to, 64);
-    _tile_stored(1, to + 256, 64);
-  }
+  const uint16_t* first = block.kv.values + static_cast<size_t>(run.begin) * block.head_dim +
+                          static_cast<size_t>(tile) * kTileElements;
+  const Operand b{first, first + kTileElements, 64, static_cast<long>(dim_tiles) * kTileElements};
+  float* to = state.out + tile * 256;
+  float* to_second = to + (kMaxHeadDim / 16) * 256;
+  publish_stores();
+  _tile_loadd(0, to, 64);
+  _tile_loadd(1, to + 256, 64);
+  _tile_loadd(2, to_second, 64);
+  _tile_loadd(3, to_second + 256, 64);
+  for (int k = 0; k < run.num_tiles / 2; ++k) multiply_step(a, b, k);
+  _tile_stored(0, to, 64);
+  _tile_stored(1, to + 256, 64);
+  _tile_stored(2, to_second, 64);
+  _tile_stored(3, to_second + 256, 64);
 }
 
-// One query row: scores -> bf16 weights, running maximum and total, and the rescaled output row.
-inline void soften_row(HeadState& state, int row, int visible, int num_tiles, int dim_tiles) {
-  const __m512 lowest = _mm512_set1_ps(-__builtin_inff());
+// Tile work that is dealt out between the rows of a softmax: P V of the block before, Q K^T of the
+// block after. The vector units do the one while the tiles do the other.
+struct TileWork {
+  const AttendBlock& block;
+  const uint16_t* query;
+  HeadState& state;
+  KeyRun before;  // num_tiles 0: none
+  KeyRun after;   // num_tiles 0: none
+  int value_tiles_done = 0;
+  int key_tiles_done = 0;
+
+  int units() const { return (value_tiles() + after.num_tiles) / 2; }
+  int value_tiles() const { return before.num_tiles == 0 ? 0 : block.head_dim / 16; }
+  bool next() {
+    if (value_tiles_done < value_tiles()) {
+      multiply_values(block, before, value_tiles_done, state);
+      value_tiles_done += 2;
+      return true;
+    }
+    if (key_tiles_done < after.num_tiles) {
+      multiply_keys(block, query, after, key_tiles_done, state);
+      key_tiles_done += 2;
+      return true;
+    }
+    return false;
+  }
+  void finish_values() {
+    while (value_tiles_done < value_tiles()) next();
+    publish_stores();
+  }
+};
+
+// Scores of one row above their mask, and -1000 (weight 0) below it.
+template <bool kMasked>
+inline __m512 score_at(const float* scores, int tile, int visible) {
+  if (!kMasked) return _mm512_load_ps(scores + tile * 256);
+  const int left = visible - tile * 16;
+  const __mmask16 mask = left >= 16 ? 0xFFFF : (left <= 0 ? 0 : (1U << left) - 1U);
+  return _mm512_mask_load_ps(_mm512_set1_ps(-1000.0F), mask, scores + tile * 256);
+}
+
+// Moves the row's base to the maximum of what it has seen and rescales what it has summed.
+template <bool kMasked>
+__attribute__((noinline)) void rebase_row(TileWork& work, const KeyRun& run, int row, int visible) {
+  HeadState& state = work.state;
+  const int m = row / kTileRows;
+  const float* scores = state.scores[run.turn] + (m * kMaxKeyTiles) * 256 + (row % kTileRows) * 16;
+  __m512 top = _mm512_set1_ps(-1000.0F);
+  for (int i = 0; i < run.num_tiles; ++i) {
+    top = _mm512_max_ps(top, score_at<kMasked>(scores, i, visible));
+  }
+  const float base = _mm512_reduce_max_ps(top);
+  if (state.is_fresh) {
+    state.base[row] = base;
+    return;
+  }
+  work.finish_values();
+  const __m512 factor = avx512::exp2_ps(_mm512_set1_ps(state.base[row] - base));
+  float* out = state.out + m * (kMaxHeadDim / 16) * 256 + (row % kTileRows) * 16;
+  for (int d = 0; d < work.block.head_dim / 16; ++d) {
+    _mm512_store_ps(out + d * 256, _mm512_mul_ps(_mm512_load_ps(out + d * 256), factor));
+  }
+  float* total = state.total + row * 16;
+  _mm512_store_ps(total, _mm512_mul_ps(_mm512_load_ps(total), factor));
+  state.base[row] = base;
+}
+
+// One query row: scores -> bf16 weights 2^(score - base). The base need not be the maximum: bf16 has
+// the range of fp32, so it is kept until a block's weights pass 2^64 (rare), which spares every
+// other block the horizontal maximum and the rescaling of the output.
+template <bool kMasked>
+inline void soften_row(TileWork& work, const KeyRun& run, int row, int visible) {
+  HeadState& state = work.state;
   const int m = row / kTileRows;
   const int r = row % kTileRows;
-  const float* scores = state.scores + (m * kMaxKeyTiles) * 256 + r * 16;
-  __m512 s[kMaxKeyTiles];
-  __m512 top = lowest;
-#pragma GCC unroll 8
-  for (int i = 0; i < kMaxKeyTiles; ++i) {
-    if (i >= num_tiles) break;
-    const int left = visible - i * 16;
-    const __mmask16 mask = left >= 16 ? 0xFFFF : (left <= 0 ? 0 : (1U << left) - 1U);
-    s[i] = _mm512_mask_load_ps(lowest, mask, scores + i * 256);
-    top = _mm512_max_ps(top, s[i]);
-  }
-  const float before = state.maximum[row];
-  const float block_top = _mm512_reduce_max_ps(top);
-  const float now = block_top > before ? block_top : before;
-  const __m512 base = _mm512_set1_ps(now);
-  __m512 sum = _mm512_setzero_ps();
-  uint16_t* weights = state.weights + m * (kBlockKeys / 32) * kTileElements + r * 32;
+  const float* scores = state.scores[run.turn] + (m * kMaxKeyTiles) * 256 + r * 16;
+  uint16_t* weights = state.weights[run.turn] + m * (kBlockKeys / 32) * kTileElements + r * 32;
+  if (state.is_fresh) rebase_row<kMasked>(work, run, row, visible);
+  for (int attempt = 0;; ++attempt) {
+    const __m512 base = _mm512_set1_ps(state.base[row]);
+    __m512 sum = _mm512_setzero_ps();
 #pragma GCC unroll 4
-  for (int k = 0; k < kMaxKeyTiles / 2; ++k) {
-    if (2 * k >= num_tiles) break;
-    const __m512 low = avx512::exp2_ps(_mm512_sub_ps(s[2 * k], base));
-    const __m512 high = avx512::exp2_ps(_mm512_sub_ps(s[2 * k + 1], base));
-    sum = _mm512_add_ps(sum, _mm512_add_ps(low, high));
-    _mm512_store_si512(weights + k * kTileElements, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-  }
-  float factor = 1.0F;
-  if (now != before) {
-    const __m512 factors = avx512::exp2_ps(_mm512_set1_ps(before - now));
-    factor = _mm512_cvtss_f32(factors);
-    float* out = state.out + m * (kMaxHeadDim / 16) * 256 + r * 16;
-    for (int d = 0; d < dim_tiles; ++d) {
-      _mm512_store_ps(out + d * 256, _mm512_mul_ps(_mm512_load_ps(out + d * 256), factors));
+    for (int k = 0; k < kMaxKeyTiles / 2; ++k) {
+      if (2 * k >= run.num_tiles) break;
+      const __m512 low = score_at<kMasked>(scores, 2 * k, visible);
+      const __m512 high = score_at<kMasked>(scores, 2 * k + 1, visible);
+      const __m512 p = avx512::exp2_coarse(_mm512_sub_ps(low, base));
+      const __m512 q = avx512::exp2_coarse(_mm512_sub_ps(high, base));
+      sum = _mm512_add_ps(sum, _mm512_add_ps(p, q));
+      _mm512_store_si512(weights + k * kTileElements, (__m512i)_mm512_cvtne2ps_pbh(q, p));
     }
+    const __mmask16 is_large = _mm512_cmp_ps_mask(sum, _mm512_set1_ps(0x1p64F), _CMP_GT_OQ);
+    if (is_large == 0 || attempt == 1) {
+      float* total = state.total + row * 16;
+      _mm512_store_ps(total, _mm512_add_ps(_mm512_load_ps(total), sum));
+      return;
+    }
+    rebase_row<kMasked>(work, run, row, visible);
   }
-  state.maximum[row] = now;
-  state.total[row] = state.total[row] * factor + _mm512_reduce_add_ps(sum);
 }
 
 inline void write_row(const AttendBlock& block, const HeadState& state, int row, int head) {
   const float* from = state.out + (row / kTileRows) * (kMaxHeadDim / 16) * 256 +
                       (row % kTileRows) * 16;
-  const __m512 inverse = _mm512_set1_ps(1.0F / state.total[row]);
+  const float total = _mm512_reduce_add_ps(_mm512_load_ps(state.total + row * 16));
+  const __m512 inverse = _mm512_set1_ps(1.0F / total);
   const int token = block.out_token + row;
   const size_t first_tile = static_cast<size_t>(token / kTileRows) * block.out_k_tiles +
                             static_cast<size_t>(head) * block.head_dim / 32;
@@ -198,31 +256,56 @@ inline void write_row(const AttendBlock& block, const HeadState& state, int row,
   }
 }
 
+KeyRun run_at(int begin, int end, int turn) {
+  const int left = end - begin < kBlockKeys ? end - begin : kBlockKeys;
+  return {begin, left <= 0 ? 0 : (left + 31) / 32 * 2, turn};
+}
+
+void soften_block(TileWork& work, const KeyRun& run) {
+  const AttendBlock& block = work.block;
+  // Every query sees all keys of the block but in those around the diagonal.
+  const bool is_masked = run.begin + run.num_tiles * 16 > block.first_position + 1;
+  const int units = work.units();
+  int dealt = 0;
+  for (int row = 0; row < block.num_queries; ++row) {
+    const int visible = block.first_position + row + 1 - run.begin;
+    if (is_masked) {
+      soften_row<true>(work, run, row, visible);
+    } else {
+      soften_row<false>(work, run, row, visible);
+    }
+    while (dealt * block.num_queries < units * (row + 1)) {
+      ++dealt;
+      if (!work.next()) break;
+    }
+  }
+  publish_stores();
+  work.state.is_fresh = false;
+}
+
 void attend_head(const AttendBlock& block, const uint16_t* query, int head, HeadState& state) {
-  const int num_m = block.num_queries > kTileRows ? 2 : 1;
   const int dim_tiles = block.head_dim / 16;
   const int end = block.first_position + block.num_queries;
-  for (int m = 0; m < num_m; ++m) {
+  for (int m = 0; m < 2; ++m) {
     __builtin_memset(state.out + m * (kMaxHeadDim / 16) * 256, 0,
                      sizeof(float) * static_cast<size_t>(dim_tiles) * 256);
   }
-  for (int row = 0; row < kBlockQueries; ++row) {
-    state.maximum[row] = -__builtin_inff();
-    state.total[row] = 0.0F;
+  __builtin_memset(state.total, 0, sizeof(state.total));
+  for (int row = 0; row < kBlockQueries; ++row) state.base[row] = 0.0F;
+  state.is_fresh = true;
+  publish_stores();
+  KeyRun before;
+  KeyRun now = run_at(0, end, 0);
+  for (int tile = 0; tile < now.num_tiles; tile += 2) multiply_keys(block, query, now, tile, state);
+  while (now.num_tiles > 0) {
+    const KeyRun after = run_at(now.begin + kBlockKeys, end, now.turn ^ 1);
+    TileWork work{block, query, state, before, after};
+    publish_stores();
+    soften_block(work, now);
+    before = now;
+    now = after;
   }
-  const size_t elements_per_key = static_cast<size_t>(block.head_dim);
-  for (int begin = 0; begin < end; begin += kBlockKeys) {
-    const int left = end - begin < kBlockKeys ? end - begin : kBlockKeys;
-    const int num_tiles = (left + 31) / 32 * 2;
-    publish_stores();
-    multiply_keys(block, query, block.kv.keys + elements_per_key * begin, num_tiles, num_m, state);
-    publish_stores();
-    for (int row = 0; row < block.num_queries; ++row) {
-      soften_row(state, row, block.first_position + row + 1 - begin, num_tiles, dim_tiles);
-    }
-    publish_stores();
-    multiply_values(block, block.kv.values + elements_per_key * begin, num_tiles, num_m, state);
-  }
+  for (int tile = 0; tile < dim_tiles; tile += 2) multiply_values(block, before, tile, state);
   publish_stores();
   for (int row = 0; row < block.num_queries; ++row) write_row(block, state, row, head);
 }

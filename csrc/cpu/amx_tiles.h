@@ -13,36 +13,24 @@ namespace {
 // may sink below the load (and for the configuration all but 8 of its bytes are dropped: SIGILL).
 inline void publish_stores() { __asm__ volatile("" ::: "memory"); }
 
-// c (4 tiles: m0n0, m0n1, m1n0, m1n1) = a0 / a1 times b0 / b1 over `steps` tiles along k.
-// Strides in bytes: of a tile's rows, and from one k step to the next.
+// Two tiles of one side of a product. Strides: of a tile's rows in bytes, of a k step in elements.
 struct Operand {
   const uint16_t* first;
   const uint16_t* second;
   long row_stride;
-  long step;  // elements
+  long step;
 };
 
-inline void multiply_2x2(const Operand& a, const Operand& b, int steps) {
-  for (int k = 0; k < steps; ++k) {
-    _tile_loadd(4, a.first + k * a.step, a.row_stride);
-    _tile_loadd(6, b.first + k * b.step, b.row_stride);
-    _tile_loadd(5, a.second + k * a.step, a.row_stride);
-    _tile_loadd(7, b.second + k * b.step, b.row_stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-}
-
-inline void multiply_1x2(const Operand& a, const Operand& b, int steps) {
-  for (int k = 0; k < steps; ++k) {
-    _tile_loadd(4, a.first + k * a.step, a.row_stride);
-    _tile_loadd(6, b.first + k * b.step, b.row_stride);
-    _tile_loadd(7, b.second + k * b.step, b.row_stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-  }
+// Tiles 0..3 (m0n0, m0n1, m1n0, m1n1) += a x b for one k step.
+inline void multiply_step(const Operand& a, const Operand& b, int k) {
+  _tile_loadd(4, a.first + k * a.step, a.row_stride);
+  _tile_loadd(6, b.first + k * b.step, b.row_stride);
+  _tile_loadd(7, b.second + k * b.step, b.row_stride);
+  _tile_loadd(5, a.second + k * a.step, a.row_stride);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
 }
 
 inline void zero_2x2() {
@@ -50,6 +38,17 @@ inline void zero_2x2() {
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
+}
+
+// Stores the tiles to c [m][n][16][16]; the second m tile only where it was multiplied.
+inline void store_2x2(float* c, bool has_second) {
+  _tile_stored(0, c, 64);
+  _tile_stored(1, c + 256, 64);
+  if (has_second) {
+    _tile_stored(2, c + 512, 64);
+    _tile_stored(3, c + 768, 64);
+  }
+  publish_stores();
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # `_cpu_kernels`: one translation unit per instruction level, chosen at run time by cpuid.
 set(CPU_DIR ${CMAKE_CURRENT_LIST_DIR})
-nanobind_add_module(_cpu_kernels NB_STATIC
+nanobind_add_module(_cpu_kernels NB_STATIC NOSTRIP
   ${CPU_DIR}/module.cpp
   ${CPU_DIR}/level.cpp
   ${CPU_DIR}/thread_pool.cpp

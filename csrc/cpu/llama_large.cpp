@@ -183,21 +183,21 @@ class LargeStep {
     const PoolStrides strides(c_, step_.pool.page_size);
     const bool is_query = head < c_.num_heads;
     const bool is_value = head >= c_.num_heads + c_.num_kv_heads;
-    amx::HeadContext context;
-    context.cos_sin = is_value ? nullptr : w_.cos_sin.data();
-    context.positions = positions_.data();
-    context.head_dim = c_.head_dim;
-    context.dim = pair * kPanelRows;
-    context.scale = is_query ? kLog2E / std::sqrt(static_cast<float>(c_.head_dim)) : 1.0F;
-    context.targets = is_query ? query_targets_.data() : key_targets_.data();
+    amx::HeadTarget target;
+    target.cos_sin = is_value ? nullptr : w_.cos_sin.data();
+    target.positions = positions_.data();
+    target.head_dim = c_.head_dim;
+    target.dim = pair * kPanelRows;
+    target.scale = is_query ? kLog2E / std::sqrt(static_cast<float>(c_.head_dim)) : 1.0F;
+    target.rows = is_query ? query_targets_.data() : key_targets_.data();
     if (is_query) {
-      context.offset = head_stride_ * head;
+      target.offset = head_stride_ * head;
     } else {
       const int kv_head = (head - c_.num_heads) % c_.num_kv_heads;
-      context.offset = strides.layer * index + (is_value ? strides.value : 0) +
+      target.offset = strides.layer * index + (is_value ? strides.value : 0) +
                        static_cast<size_t>(kv_head) * c_.head_dim;
     }
-    amx::pair_product(product, amx::finish_head, &context);
+    amx::product_head(product, target);
   }
 
   amx::PackedKeys keys_of(int kv_head, const RowSpan& span) const {
@@ -240,15 +240,15 @@ class LargeStep {
                    int me) {
     amx::PairProduct product = product_of(matrix, tokens, 2 * item, 2 * item + 1, me);
     product.sums_chunks = true;
-    const amx::AddContext context{residual_, c_.hidden, {2 * item, 2 * item + 1}};
-    amx::pair_product(product, amx::finish_add, &context);
+    const amx::AddTarget target{residual_, c_.hidden, {2 * item, 2 * item + 1}};
+    amx::product_add(product, target);
   }
 
   void activate_columns(const LlamaLayer& layer, int item, int me) {
     const amx::PairProduct product =
         product_of(layer.gate_up, normed_, item, c_.ffn / kPanelRows + item, me);
-    const amx::SwigluContext context{activated_.data(), c_.ffn / kTileCols, item * kPanelRows};
-    amx::pair_product(product, amx::finish_swiglu, &context);
+    const amx::SwigluTarget target{activated_.data(), c_.ffn / kTileCols, item * kPanelRows};
+    amx::product_swiglu(product, target);
   }
 
   const LlamaWeights& w_;

@@ -188,11 +188,16 @@ class Harness:
     """Drives scheduler and device together, with up to one step of overlap."""
 
     def __init__(
-        self, config: cpp.SchedulerConfig, model: ToyModel | None = None, *, overlap: bool = False
+        self,
+        config: cpp.SchedulerConfig,
+        model: ToyModel | None = None,
+        *,
+        overlap: bool = False,
+        scheduler: cpp.Scheduler | None = None,
     ) -> None:
         self.config = config
         self.model = model or ToyModel()
-        self.scheduler = cpp.Scheduler(config)
+        self.scheduler = scheduler or cpp.Scheduler(config)
         self.device = Device(config, self.model)
         self.overlap = overlap
         self.jobs: dict[int, Job] = {}

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records every input of the control plane and replays it: same inputs, bit-identical plans.
+
+    python -m engine.loop.replay LOG     exit 0: every plan was the recorded one; 1: the first that
+                                         was not is printed
+
+Does not know: tensors, the loop, sessions. A log is JSON lines, one per call; token ids are
+base64 of little-endian int32; each plan and each list of ended requests is kept as a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from _scheduler import (
+    Abort,
+    Ended,
+    LeaseGrant,
+    Plan,
+    RequestSpec,
+    Scheduler,
+    SchedulerConfig,
+    StepDone,
+    TransferAck,
+)
+
+if TYPE_CHECKING:
+    from _scheduler import Event  # a name of the stub alone
+
+CONFIG_FIELDS = (
+    "page_size",
+    "num_pages",
+    "max_slots",
+    "max_context_len",
+    "token_budget",
+    "model_fingerprint",
+    "ageing_ms",
+    "suffix_us_per_token",
+    "eviction",
+    "attention_len",
+    "lease_percent",
+    "tenant_lease_percent",
+)
+PLAN_ARRAYS = (
+    "row_request_ids",
+    "row_slots",
+    "row_starts",
+    "row_lens",
+    "row_samples",
+    "input_ids",
+    "slot_mapping",
+    "page_deltas",
+    "page_copies",
+)
+
+
+class Configured(msgspec.Struct, tag="config"):
+    values: dict[str, int | str]
+
+
+class SpecRecord(msgspec.Struct):
+    request_id: int
+    token_ids: bytes
+    max_new_tokens: int
+    priority: int
+    tenant: str
+    salt: str
+    expected_return: float
+
+
+class Submitted(msgspec.Struct, tag="submit"):
+    specs: list[SpecRecord]
+
+
+class Planned(msgspec.Struct, tag="next_plan"):
+    now_ms: int
+    digest: str
+
+
+class StepRecord(msgspec.Struct, tag="step_done"):
+    step_id: int
+    num_columns: int
+    num_accepted: bytes
+    token_ids: bytes
+    finished: bytes
+    failed: bytes
+
+
+class AbortRecord(msgspec.Struct, tag="abort"):
+    request_id: int
+
+
+class AckRecord(msgspec.Struct, tag="transfer_ack"):
+    ticket: int
+    ok: bool
+
+
+class Advanced(msgspec.Struct, tag="advance"):
+    events: list[StepRecord | AbortRecord | AckRecord]
+    digest: str
+
+
+class Dropped(msgspec.Struct, tag="drop_prefix"):
+    token_ids: bytes
+    keep_tokens: int
+    salt: str
+
+
+class Hinted(msgspec.Struct, tag="hint_prefix"):
+    token_ids: bytes
+    expected_return: float
+    salt: str
+
+
+class Leased(msgspec.Struct, tag="lease"):
+    lease_id: int
+    token_ids: bytes
+    until_ms: int
+    tenant: str
+    salt: str
+    tier: str
+
+
+class Released(msgspec.Struct, tag="release"):
+    lease_id: int
+
+
+Record = Configured | Submitted | Planned | Advanced | Dropped | Hinted | Leased | Released
+
+
+def digest_plan(plan: Plan) -> str:
+    """A name for all that a plan says."""
+    sha = hashlib.sha256(str(plan.step_id).encode())
+    for name in PLAN_ARRAYS:
+        array = getattr(plan, name)
+        sha.update(f"{name}{array.shape}".encode() + array.tobytes())
+    for a in plan.admissions:
+        cached = (a.cached_l1, a.cached_l2, a.cached_l3)
+        sha.update(repr((a.request_id, a.slot, a.prompt_len, cached, a.readmitted)).encode())
+    sha.update(repr(plan.retracted).encode())
+    return sha.hexdigest()
+
+
+def digest_ended(ended: Sequence[Ended]) -> str:
+    """A name for the requests that ended and how."""
+    sha = hashlib.sha256()
+    for e in ended:
+        sha.update(repr((e.request_id, e.status, e.message, e.num_cached_tokens)).encode())
+        sha.update(e.page_hashes)
+    return sha.hexdigest()
+
+
+def as_ids(token_ids: bytes) -> NDArray[np.int32]:
+    return np.frombuffer(token_ids, "<i4").astype(np.int32, copy=False)
+
+
+def record_event(event: Event) -> StepRecord | AbortRecord | AckRecord:
+    if isinstance(event, Abort):
+        return AbortRecord(event.request_id)
+    if isinstance(event, TransferAck):
+        return AckRecord(event.ticket, event.ok)
+    return StepRecord(
+        step_id=event.step_id,
+        num_columns=event.token_ids.shape[1],
+        num_accepted=event.num_accepted.tobytes(),
+        token_ids=event.token_ids.tobytes(),
+        finished=event.finished.tobytes(),
+        failed=event.failed.tobytes(),
+    )
+
+
+def event_of(record: StepRecord | AbortRecord | AckRecord) -> Event:
+    if isinstance(record, AbortRecord):
+        return Abort(request_id=record.request_id)
+    if isinstance(record, AckRecord):
+        return TransferAck(ticket=record.ticket, ok=record.ok)
+    num_accepted = as_ids(record.num_accepted)
+    return StepDone(
+        step_id=record.step_id,
+        num_accepted=num_accepted,
+        token_ids=as_ids(record.token_ids).reshape(len(num_accepted), record.num_columns),
+        finished=np.frombuffer(record.finished, np.uint8),
+        failed=np.frombuffer(record.failed, np.uint8),
+    )
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that writes down each call that may change it, after the call succeeded."""
+
+    def __init__(self, config: SchedulerConfig, log: BinaryIO) -> None:
+        super().__init__(config)
+        self._log = log
+        self._encoder = msgspec.json.Encoder()
+        self._write(Configured({name: getattr(config, name) for name in CONFIG_FIELDS}))
+
+    def _write(self, record: Record) -> None:
+        self._log.write(self._encoder.encode(record) + b"\n")
+
+    def submit(self, specs: Sequence[RequestSpec]) -> None:
+        super().submit(specs)
+        records = [
+            SpecRecord(
+                request_id=spec.request_id,
+                token_ids=spec.token_ids.tobytes(),
+                max_new_tokens=spec.max_new_tokens,
+                priority=spec.priority,
+                tenant=spec.tenant,
+                salt=spec.salt,
+                expected_return=spec.expected_return,
+            )
+            for spec in specs
+        ]
+        self._write(Submitted(records))
+
+    def next_plan(self, now_ms: int) -> Plan:
+        plan = super().next_plan(now_ms)
+        self._write(Planned(now_ms, digest_plan(plan)))
+        return plan
+
+    def advance(self, events: Sequence[Event]) -> list[Ended]:
+        ended = super().advance(events)
+        self._write(Advanced([record_event(event) for event in events], digest_ended(ended)))
+        return ended
+
+    def drop_prefix(
+        self, token_ids: NDArray[np.int32], keep_tokens: int = 0, salt: str = ""
+    ) -> int:
+        freed = super().drop_prefix(token_ids, keep_tokens, salt)
+        self._write(Dropped(token_ids.tobytes(), keep_tokens, salt))
+        return freed
+
+    def hint_prefix(
+        self, token_ids: NDArray[np.int32], expected_return: float, salt: str = ""
+    ) -> int:
+        found = super().hint_prefix(token_ids, expected_return, salt)
+        self._write(Hinted(token_ids.tobytes(), expected_return, salt))
+        return found
+
+    def lease(
+        self,
+        *,
+        lease_id: int,
+        token_ids: NDArray[np.int32],
+        until_ms: int,
+        tenant: str = "default",
+        salt: str = "",
+        tier: str = "l1",
+    ) -> LeaseGrant:
+        grant = super().lease(
+            lease_id=lease_id,
+            token_ids=token_ids,
+            until_ms=until_ms,
+            tenant=tenant,
+            salt=salt,
+            tier=tier,
+        )
+        self._write(Leased(lease_id, token_ids.tobytes(), until_ms, tenant, salt, tier))
+        return grant
+
+    def release(self, lease_id: int) -> bool:
+        released = super().release(lease_id)
+        self._write(Released(lease_id))
+        return released
+
+
+def apply(scheduler: Scheduler, record: Record) -> str:
+    """Make one recorded call; returns the digest of its result, "" where it has none."""
+    match record:
+        case Submitted(specs):
+            scheduler.submit([spec_of(spec) for spec in specs])
+        case Planned(now_ms):
+            return digest_plan(scheduler.next_plan(now_ms))
+        case Advanced(events):
+            return digest_ended(scheduler.advance([event_of(event) for event in events]))
+        case Dropped(token_ids, keep_tokens, salt):
+            scheduler.drop_prefix(as_ids(token_ids), keep_tokens, salt)
+        case Hinted(token_ids, expected_return, salt):
+            scheduler.hint_prefix(as_ids(token_ids), expected_return, salt)
+        case Leased():
+            scheduler.lease(
+                lease_id=record.lease_id,
+                token_ids=as_ids(record.token_ids),
+                until_ms=record.until_ms,
+                tenant=record.tenant,
+                salt=record.salt,
+                tier=record.tier,
+            )
+        case Released(lease_id):
+            scheduler.release(lease_id)
+        case Configured():
+            raise ValueError("log: a second configuration; one log holds one scheduler")
+    return ""
+
+
+def spec_of(record: SpecRecord) -> RequestSpec:
+    return RequestSpec(
+        request_id=record.request_id,
+        token_ids=as_ids(record.token_ids),
+        max_new_tokens=record.max_new_tokens,
+        priority=record.priority,
+        tenant=record.tenant,
+        salt=record.salt,
+        expected_return=record.expected_return,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayReport:
+    """`first_difference`: line number (from 1) of the first call with another result, or 0."""
+
+    num_calls: int
+    num_plans: int
+    first_difference: int
+
+
+def read_log(lines: Iterable[bytes]) -> list[Record]:
+    """Decode a log. Raises: ValueError naming the line that is no record."""
+    decoder = msgspec.json.Decoder(Record)
+    records: list[Record] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(decoder.decode(line))
+        except msgspec.DecodeError as error:
+            raise ValueError(f"log line {number}: {error}") from error
+    if not records or not isinstance(records[0], Configured):
+        raise ValueError("log line 1: a log begins with its configuration")
+    return records
+
+
+def replay(records: Sequence[Record]) -> ReplayReport:
+    """Make the recorded calls on a new scheduler, up to the first result that differs."""
+    first = records[0]
+    assert isinstance(first, Configured)
+    scheduler = Scheduler(SchedulerConfig(**first.values))  # type: ignore[arg-type]
+    num_plans = 0
+    for number, record in enumerate(records[1:], start=2):
+        num_plans += isinstance(record, Planned)
+        if apply(scheduler, record) != getattr(record, "digest", ""):
+            return ReplayReport(num_calls=number - 1, num_plans=num_plans, first_difference=number)
+    return ReplayReport(num_calls=len(records) - 1, num_plans=num_plans, first_difference=0)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m engine.loop.replay LOG", file=sys.stderr)
+        return 2
+    try:
+        with Path(arguments[0]).open("rb") as log:
+            report = replay(read_log(log))
+    except (OSError, ValueError) as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 1
+    if report.first_difference:
+        print(f"line {report.first_difference}: the result differs from the recorded one")
+        return 1
+    print(f"{report.num_calls} calls, {report.num_plans} plans: bit-identical")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
