@@ -35,12 +35,12 @@ USER: list[Any] = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
-def client(app: RunningApp) -> Iterator[openai.OpenAI]:
+def client(app: RunningApp) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{app.url}/v1", api_key="x", max_retries=0) as made:
         yield made
 
 
-def test_models_are_listed_by_name_and_alias(client: openai.OpenAI) -> None:
+def test_models_are_listed_by_name_and_alias(client: Any) -> None:
     names = [model.id for model in client.models.list()]
     assert names == [default_assets().name, "default"]
     assert client.models.retrieve("default").id == "default"
@@ -49,9 +49,7 @@ def test_models_are_listed_by_name_and_alias(client: openai.OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_a_chat_answer_has_content_finish_reason_and_usage(
-    app: RunningApp, client: openai.OpenAI
-) -> None:
+def test_a_chat_answer_has_content_finish_reason_and_usage(app: RunningApp, client: Any) -> None:
     reply = client.chat.completions.create(model="default", messages=USER)
     choice = reply.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("Hello there.", "stop")
@@ -66,7 +64,7 @@ def test_a_chat_answer_has_content_finish_reason_and_usage(
 
 
 def test_a_streamed_chat_answer_is_the_same_text_and_usage_comes_last(
-    client: openai.OpenAI,
+    client: Any,
 ) -> None:
     chunks = list(
         client.chat.completions.create(
@@ -83,7 +81,7 @@ def test_a_streamed_chat_answer_is_the_same_text_and_usage_comes_last(
 
 
 def test_tool_calls_come_whole_and_streamed_with_one_name_and_an_id_each(
-    app: RunningApp, client: openai.OpenAI
+    app: RunningApp, client: Any
 ) -> None:
     app.engine.script = says(CALL_TEXT)
     common: Json = {"model": "default", "messages": USER, "tools": [TOOL]}
@@ -105,7 +103,7 @@ def test_tool_calls_come_whole_and_streamed_with_one_name_and_an_id_each(
 
 
 def test_a_tool_round_trip_renders_calls_and_results_as_the_model_writes_them(
-    app: RunningApp, client: openai.OpenAI
+    app: RunningApp, client: Any
 ) -> None:
     call = {"id": "call_1", "type": "function",
             "function": {"name": "ls", "arguments": '{"path":"a"}'}}  # fmt: skip
@@ -115,7 +113,7 @@ def test_a_tool_round_trip_renders_calls_and_results_as_the_model_writes_them(
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "x.py"},
     ]
-    client.chat.completions.create(model="default", messages=messages, tools=[TOOL])  # type: ignore[arg-type]
+    client.chat.completions.create(model="default", messages=messages, tools=[TOOL])
     prompt = decode_ids(app.engine.requests[-1].token_ids)
     text = default_assets().tokenizer.decode(prompt, with_control=True)
     assert text.count("<|im_start|>system") == 1 and "Be brief." in text
@@ -123,7 +121,7 @@ def test_a_tool_round_trip_renders_calls_and_results_as_the_model_writes_them(
     assert "<|im_start|>user\n<tool_response>\nx.py\n</tool_response><|im_end|>" in text
 
 
-def test_json_schema_output_is_constrained(app: RunningApp, client: openai.OpenAI) -> None:
+def test_json_schema_output_is_constrained(app: RunningApp, client: Any) -> None:
     app.engine.script = says('{"a": 1}')
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     reply = client.chat.completions.create(
@@ -135,7 +133,7 @@ def test_json_schema_output_is_constrained(app: RunningApp, client: openai.OpenA
     assert app.engine.requests[-1].grammar is not None
 
 
-def test_logprobs_follow_the_tokens(client: openai.OpenAI) -> None:
+def test_logprobs_follow_the_tokens(client: Any) -> None:
     reply = client.chat.completions.create(
         model="default", messages=USER, logprobs=True, top_logprobs=2
     )
@@ -155,7 +153,7 @@ def test_logprobs_follow_the_tokens(client: openai.OpenAI) -> None:
     assert num == len(logprobs.content)
 
 
-def test_stop_and_limits_end_an_answer(app: RunningApp, client: openai.OpenAI) -> None:
+def test_stop_and_limits_end_an_answer(app: RunningApp, client: Any) -> None:
     app.engine.script = says("one two STOP three")
     ask: Json = {"model": "default", "messages": USER}
     stopped = client.chat.completions.create(**ask, stop="STOP").choices[0]
@@ -217,9 +215,7 @@ def test_hanging_up_aborts_the_request_in_the_engine(app: RunningApp, stream: bo
         time.sleep(0.02)
 
 
-def test_an_engine_error_in_a_stream_is_an_error_frame(
-    app: RunningApp, client: openai.OpenAI
-) -> None:
+def test_an_engine_error_in_a_stream_is_an_error_frame(app: RunningApp, client: Any) -> None:
     app.engine.grammar_check = lambda spec: ("queue_full", "too many")
     with pytest.raises(openai.APIError, match="too many"):
         list(
@@ -232,7 +228,7 @@ def test_an_engine_error_in_a_stream_is_an_error_frame(
         )
 
 
-def test_a_completion_continues_text_or_ids(app: RunningApp, client: openai.OpenAI) -> None:
+def test_a_completion_continues_text_or_ids(app: RunningApp, client: Any) -> None:
     app.engine.script = says(" upon a time")
     reply = client.completions.create(model="default", prompt="Once", max_tokens=3)
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == (" upon a time", "length")
@@ -248,7 +244,7 @@ def test_a_completion_continues_text_or_ids(app: RunningApp, client: openai.Open
 
 
 def test_load_clients_fields_reach_the_engine_and_their_stream_carries_ids_and_usage(
-    app: RunningApp, client: openai.OpenAI
+    app: RunningApp, client: Any
 ) -> None:
     app.engine.script = says("a b c d e f g")
     chunks: list[Any] = list(
@@ -278,7 +274,7 @@ def test_load_clients_fields_reach_the_engine_and_their_stream_carries_ids_and_u
     assert chunks[-1].usage.completion_tokens == 5
 
 
-def test_completion_logprobs_have_the_legacy_shape(client: openai.OpenAI) -> None:
+def test_completion_logprobs_have_the_legacy_shape(client: Any) -> None:
     reply = client.completions.create(model="default", prompt="x", logprobs=1)
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None and logprobs.tokens is not None

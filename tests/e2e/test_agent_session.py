@@ -254,7 +254,7 @@ def test_openai_s_client_chats_with_tools(appliance: Appliance) -> None:
             pass
         final = stream.get_final_completion()
     assert final.choices[0].finish_reason == "tool_calls"
-    (call,) = final.choices[0].message.tool_calls or ()
+    (call,) = list(final.choices[0].message.tool_calls or [])
     schema = next(t["parameters"] for t in TOOLS if t["name"] == call.function.name)
     jsonschema_rs.validate(schema, json.loads(call.function.arguments))
     assert final.usage is not None and final.usage.prompt_tokens > 0
