@@ -183,7 +183,6 @@ class Agent:
         self.num_turns += 1
         key = f"{self.session_id}-{self.num_turns}"
         started = time.perf_counter()
-        first = last = 0.0
         num_deltas, cache, turn_id = 0, {}, ""
         final: Json = {}
         for event in self.client.events(self.session_id, {"input": items, **options}, key):
@@ -191,17 +190,17 @@ class Agent:
             if event["type"] == "turn.cache":
                 cache = event
             if event["type"].endswith(".delta"):
-                last = time.perf_counter()
-                first = first or last
                 num_deltas += 1
                 if num_deltas == cancel_after:
                     self.client.post(f"/v1/sessions/{self.session_id}/turns/{turn_id}/cancel", {})
             if event["type"] in TERMINAL:
                 final = event
-        usage = final["turn"]["usage"]
-        rate = (usage["output_tokens"] - 1) / (last - first) if last > first else 0.0
+        wall_s = time.perf_counter() - started
+        # A call's first bytes are held until its name is known, so the first delta is no TTFT.
+        usage, ttft_s = final["turn"]["usage"], final["turn"]["timings"]["first_token_ms"] / 1000
+        rate = (usage["output_tokens"] - 1) / (wall_s - ttft_s)
         result = TurnResult(turn_id, final["type"], final["turn"]["output"], usage, cache,
-                            first - started, rate, final)  # fmt: skip
+                            ttft_s, rate, final)  # fmt: skip
         self._check(label, result, recompute)
         self.transcript += [bare(i) for i in items] + [bare(i) for i in result.items]
         self.known_tokens = self.client.get(f"/v1/sessions/{self.session_id}")["num_tokens"]
@@ -298,7 +297,7 @@ def run(client: Client, repo: pathlib.Path, state: pathlib.Path) -> list[Agent]:
     })  # fmt: skip
     agent = Agent(client, session["id"], repo, specs)
     tool = {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200,
-            "temperature": 0}  # fmt: skip
+            "temperature": 0.8, "seed": 11}  # fmt: skip
 
     last = agent.turn("1 first look", [message("What is in this repository?")], **tool)
     last = agent.turn("2 next call", agent.results_of(last), **tool)
