@@ -21,6 +21,7 @@ from kernels.triton.mla_plan import mla_merge_kernel, mla_plan_kernel
 
 TILE = 64
 MIN_TILES = 2
+EAGER = None
 _LOG2_E = math.log2(math.e)
 
 
@@ -209,6 +210,7 @@ def decode_hopper(
         ROWS_PAD=workspace.num_blocks * TILE_ROWS,
         TILE=TILE,
         STAGES=2,
+        EAGER=EAGER if EAGER is not None else workspace.num_blocks > 1,
         USE_PDL=True,
         num_warps=4,
         launch_pdl=True,

@@ -41,6 +41,8 @@ def mla_decode_kernel(
     """Program (M block, part). q [rows * Q_LEN, H, D + R], kv [pages, TILE, D + R],
     pages `page_stride` elements apart."""
     ROWS: tl.constexpr = H * Q_LEN
+    if USE_PDL:
+        gdc_launch_dependents()  # they wait for this kernel's end before they read
     m_block = tl.program_id(0)
     part = tl.program_id(1)
     b = tl.load(plan + part * 8)
@@ -101,5 +103,3 @@ def mla_decode_kernel(
         remaining -= stop - tile
         b += 1
         tile = 0
-    if USE_PDL:
-        gdc_launch_dependents()

@@ -98,6 +98,39 @@ def _produce(
 
 
 @gluon.jit
+def _issue_scores(q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step, STAGES: gl.constexpr):
+    """Wait for the stage of tile `step` and start S = Q K^T of it."""
+    stage = step % STAGES
+    mbarrier.wait(kv_full.index(stage), (step // STAGES) & 1)
+    k_rope = kv_rope.index(stage).permute([1, 0])
+    k_lo = kv_lo.index(stage).permute([1, 0])
+    k_hi = kv_hi.index(stage).permute([1, 0])
+    s = hopper.warpgroup_mma(q_rope, k_rope, zero, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma(q_lo, k_lo, s, is_async=True)
+    return hopper.warpgroup_mma(q_hi, k_hi, s, is_async=True)
+
+
+@gluon.jit
+def _hand_over(
+    s, m_i, l_i, limit, first_limit, begin, cols, scale_log2, p_tile, factor, p_full, p_empty,
+    event, TILE: gl.constexpr,
+):
+    """Online softmax of one tile; P and the shrink factor go to the output warpgroups."""
+    if begin + TILE > first_limit:
+        s = gl.where((begin + cols)[None, :] < limit[:, None], s, float("-inf"))
+    m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale_log2)
+    m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2(m_i - m_safe)
+    p = gl.exp2(s * scale_log2 - m_safe[:, None])
+    mbarrier.wait(p_empty, (event & 1) ^ 1)
+    p_tile.store(p.to(gl.bfloat16))
+    factor.store(alpha)
+    hopper.fence_async_shared()
+    mbarrier.arrive(p_full, count=1)
+    return m_new, l_i * alpha + gl.sum(p, axis=1)
+
+
+@gluon.jit
 def _score(
     q_lo,
     q_hi,
@@ -124,6 +157,7 @@ def _score(
     ROWS_PAD: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    EAGER: gl.constexpr,
 ):
     """Per tile: P and the factor by which earlier output shrinks; after a row: 1 / sum."""
     ROWS: gl.constexpr = H * Q_LEN
@@ -150,31 +184,40 @@ def _score(
         m_i = gl.full([64], float("-inf"), gl.float32, layout=row_layout)
         l_i = gl.zeros([64], gl.float32, layout=row_layout)
         mbarrier.wait(q_full, segment & 1)
-        for j in range(tile, stop):
-            stage = step % STAGES
-            mbarrier.wait(kv_full.index(stage), (step // STAGES) & 1)
-            k_rope = kv_rope.index(stage).permute([1, 0])
-            k_lo = kv_lo.index(stage).permute([1, 0])
-            k_hi = kv_hi.index(stage).permute([1, 0])
-            s = hopper.warpgroup_mma(q_rope, k_rope, zero, use_acc=False, is_async=True)
-            s = hopper.warpgroup_mma(q_lo, k_lo, s, is_async=True)
-            s = hopper.warpgroup_mma(q_hi, k_hi, s, is_async=True)
-            s = hopper.warpgroup_mma_wait(0, deps=[s])
-            if (j + 1) * TILE > first_limit:
-                s = gl.where((j * TILE + cols)[None, :] < limit[:, None], s, float("-inf"))
-            m_new = gl.maximum(m_i, gl.max(s, axis=1) * scale_log2)
-            m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-            alpha = gl.exp2(m_i - m_safe)
-            p = gl.exp2(s * scale_log2 - m_safe[:, None])
-            m_i = m_new
-            mbarrier.wait(p_empty, (event & 1) ^ 1)
-            p_tile.store(p.to(gl.bfloat16))
-            factor.store(alpha)
-            hopper.fence_async_shared()
-            mbarrier.arrive(p_full, count=1)
-            l_i = l_i * alpha + gl.sum(p, axis=1)
+        if EAGER:
+            pending = _issue_scores(
+                q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step, STAGES
+            )
+            for j in range(tile, stop - 1):
+                s = hopper.warpgroup_mma_wait(0, deps=[pending])
+                pending = _issue_scores(
+                    q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step + 1, STAGES
+                )
+                m_i, l_i = _hand_over(
+                    s, m_i, l_i, limit, first_limit, j * TILE, cols, scale_log2, p_tile, factor,
+                    p_full, p_empty, event, TILE,
+                )
+                step += 1
+                event += 1
+            s = hopper.warpgroup_mma_wait(0, deps=[pending])
+            m_i, l_i = _hand_over(
+                s, m_i, l_i, limit, first_limit, (stop - 1) * TILE, cols, scale_log2, p_tile,
+                factor, p_full, p_empty, event, TILE,
+            )
             step += 1
             event += 1
+        else:
+            for j in range(tile, stop):
+                pending = _issue_scores(
+                    q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step, STAGES
+                )
+                s = hopper.warpgroup_mma_wait(0, deps=[pending])
+                m_i, l_i = _hand_over(
+                    s, m_i, l_i, limit, first_limit, j * TILE, cols, scale_log2, p_tile, factor,
+                    p_full, p_empty, event, TILE,
+                )
+                step += 1
+                event += 1
         mbarrier.arrive(q_empty, count=1)
         mbarrier.wait(p_empty, (event & 1) ^ 1)
         factor.store(1.0 / gl.where(l_i > 0.0, l_i, 1.0))  # no KV: the output is zero anyway
@@ -283,10 +326,13 @@ def mla_decode_hopper_kernel(
     ROWS_PAD: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    EAGER: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
     """Program (M block, part). Descriptors: q [rows, D + 64], kv [rows, D + 64] with pages
-    `page_rows` rows apart; boxes of 64 rows by D / 2 or 64 columns."""
+    `page_rows` rows apart; boxes of 64 rows by D / 2 or 64 columns. EAGER: start the scores of
+    tile i + 1 before the softmax of tile i; wins where tensor cores and not HBM are the limit
+    (a KV stage is then held longer)."""
     HALF: gl.constexpr = D // 2
     m_block = gl.program_id(0)
     part = gl.program_id(1)
@@ -315,13 +361,14 @@ def mla_decode_hopper_kernel(
     hopper.fence_async_shared()
     if USE_PDL:
         gdc_wait()
+        gdc_launch_dependents()  # they wait for this kernel's end before they read
     gl.warp_specialize(
         [
             (
                 _score,
                 (q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, p_tile, factor, q_full, q_empty,
                  kv_full, p_full, p_empty, seq_lens, plan, partial_lse, scale_log2, m_block, part,
-                 H, Q_LEN, NUM_PARTS, ROWS_PAD, TILE, STAGES),
+                 H, Q_LEN, NUM_PARTS, ROWS_PAD, TILE, STAGES, EAGER),
             ),
             (
                 _accumulate,
@@ -344,5 +391,3 @@ def mla_decode_hopper_kernel(
         [4, 4, 1],
         [176, 176, 24],
     )
-    if USE_PDL:
-        gdc_launch_dependents()

@@ -101,6 +101,7 @@ def mla_merge_kernel(
     num = (end - 1) // quota - first + 1
     if USE_PDL:
         gdc_wait()
+        gdc_launch_dependents()
     if num > 1:
         slot = first + b
         d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -123,5 +124,3 @@ def mla_merge_kernel(
         inv = 1.0 / tl.where(norm > 0.0, norm, 1.0)  # no KV: the sum is zero anyway
         o = (b.to(tl.int64) * ROWS + r) * D + d
         tl.store(out + o, (acc * inv).to(out.dtype.element_ty))
-    if USE_PDL:
-        gdc_launch_dependents()

@@ -27,12 +27,13 @@ UNSORTED_TOKENS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTile:
-    """Shape of one program: 64 * nm weight rows, 64 * kc columns a step, pipeline depth."""
+    """Shape of one program: 16 * slices * nm weight rows, 64 * kc columns a step, pipeline depth."""
 
     nm: int
     kc: int
     stages: int
     warps: int
+    slices: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,7 @@ def _gemm(
     while blocks % kc:
         kc //= 2
     scale = SCALE_CODES[weight.format]
-    moe_w4_kernel[(weight.num_rows // (64 * nm), items.num)](
+    moe_w4_kernel[(weight.num_rows // (16 * tile.slices * nm), items.num)](
         x,
         weight.codes.view(torch.uint32),
         weight.scales.view(torch.uint32),
@@ -185,6 +186,7 @@ def _gemm(
         TOP_K=top_k,
         TOKENS=tokens,
         NM=nm,
+        SLICES=tile.slices,
         KC=kc,
         STAGES=tile.stages,
         FIRST=first,

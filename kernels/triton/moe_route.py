@@ -41,6 +41,7 @@ def moe_topk_kernel(
     """Program per token. The bias moves the choice, never the weight."""
     if USE_PDL:
         gdc_wait()
+        gdc_launch_dependents()  # they wait for this kernel's end before they read
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
     real = e < E
@@ -84,8 +85,6 @@ def moe_topk_kernel(
     keep = slot < TOP_K
     tl.store(topk_ids + row * TOP_K + slot, ids, mask=keep)
     tl.store(topk_weights + row * TOP_K + slot, weights * scale, mask=keep)
-    if USE_PDL:
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -107,13 +106,14 @@ def moe_align_kernel(
     pairs again, so none waits for another; the last one also empties the unused items."""
     if USE_PDL:
         gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     e = tl.arange(0, E_PAD)
     counts = tl.zeros([E_PAD], tl.int32)
     for p0 in range(0, num_pairs, BLOCK):
         p = p0 + tl.arange(0, BLOCK)
-        ids = tl.load(topk_ids + p, mask=p < num_pairs, other=E_PAD)
-        counts += tl.sum((ids[:, None] == e[None, :]).to(tl.int32), axis=0)
+        ids = tl.load(topk_ids + p, mask=p < num_pairs, other=0)
+        counts += tl.histogram(ids, E_PAD, mask=p < num_pairs)
     items = (counts + TOKENS - 1) // TOKENS
     begin = tl.sum(tl.where(e < expert, counts, 0), axis=0)
     item0 = tl.sum(tl.where(e < expert, items, 0), axis=0)
@@ -136,8 +136,6 @@ def moe_align_kernel(
             i = i0 + tl.arange(0, BLOCK)
             zero = tl.zeros([BLOCK], tl.int32)
             tl.store(item_count + i, zero, mask=(i >= used) & (i < max_items))
-    if USE_PDL:
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -154,6 +152,7 @@ def moe_combine_kernel(
     """Program (token, columns): out = sum of the token's TOP_K rows of parts (+ shared)."""
     if USE_PDL:
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = n < N
@@ -163,5 +162,3 @@ def moe_combine_kernel(
     if HAS_SHARED:
         acc += tl.load(shared + row * N + n, mask=keep, other=0.0).to(tl.float32)
     tl.store(out + row * N + n, acc.to(out.dtype.element_ty), mask=keep)
-    if USE_PDL:
-        gdc_launch_dependents()

@@ -157,6 +157,7 @@ def moe_w4_kernel(
     TOP_K: tl.constexpr,
     TOKENS: tl.constexpr,
     NM: tl.constexpr,
+    SLICES: tl.constexpr,
     KC: tl.constexpr,
     STAGES: tl.constexpr,
     FIRST: tl.constexpr,
@@ -166,12 +167,13 @@ def moe_w4_kernel(
     PORTABLE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program (tile of 64 * NM weight rows, item). FIRST: x [T, K] gathered by token, out
+    """Program (16 * SLICES * NM weight rows, item; SLICES 4, or 2 with NM 1). FIRST: x [T, K] gathered by token, out
     [pairs, N / 2] = SwiGLU; else x [pairs, K] in sorted order, out [pairs, N] fp32 by pair."""
     pid_n = tl.program_id(0)
     item = tl.program_id(1)
     if USE_PDL:
         gdc_wait()
+        gdc_launch_dependents()  # they wait for this kernel's end before they read
     count = tl.load(item_count + item)
     if count == 0:
         return
@@ -181,7 +183,7 @@ def moe_w4_kernel(
     live = t < count
     pair = tl.load(pairs + begin + t, mask=live, other=0)
     KB: tl.constexpr = K // 64
-    ROWS: tl.constexpr = 64 * NM
+    ROWS: tl.constexpr = 16 * SLICES * NM
     COLS: tl.constexpr = 64 * KC
     if FIRST:
         x_row = pair // TOP_K
@@ -191,30 +193,32 @@ def moe_w4_kernel(
     x_ptr = x + x_row.to(tl.int64)[:, None] * K + k[None, :]
     # Two-dimensional loads in memory order: the compiler gives each thread 16 bytes (its own words),
     # and shared memory keeps that order, without bank conflicts.
+    PER_TILE: tl.constexpr = 4 // SLICES
     step = tl.arange(0, KC * NM)
     step = (step % NM) * KB + step // NM
-    tile = (expert.to(tl.int64) * (N // 64) + pid_n * NM) * KB
-    code_ptr = codes + tile * 512 + step[:, None] * 512 + tl.arange(0, 512)[None, :]
-    scale_ptr = scales + tile * 64 + step[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tile = (expert.to(tl.int64) * (N // 64) + pid_n // PER_TILE * NM) * KB
+    first_slice = pid_n % PER_TILE * SLICES
+    code_ptr = codes + tile * 512 + first_slice * 128
+    code_ptr += step[:, None] * 512 + tl.arange(0, SLICES * 128)[None, :]
+    scale_ptr = scales + tile * 64 + first_slice * 16
+    scale_ptr += step[:, None] * 64 + tl.arange(0, SLICES * 16)[None, :]
     shift = (tl.arange(0, 2) * 8)[None, None, None, None, None, None, :]
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for kb in tl.range(0, KB, KC, num_stages=STAGES):
         c = tl.load(code_ptr + kb * 512)
         s = tl.load(scale_ptr + kb * 64)
         xt = tl.load(x_ptr + kb * 64, mask=live[:, None], other=0.0)
-        c = tl.reshape(c, (KC, NM, 4, 8, 4, 4))
-        s = tl.reshape(s, (KC, NM, 4, 8, 2))[:, :, :, :, None, :]
-        s = tl.broadcast_to(s, (KC, NM, 4, 8, 4, 2))
+        c = tl.reshape(c, (KC, NM, SLICES, 8, 4, 4))
+        s = tl.reshape(s, (KC, NM, SLICES, 8, 2))[:, :, :, :, None, :]
+        s = tl.broadcast_to(s, (KC, NM, SLICES, 8, 4, 2))
         e = ((s[:, :, :, :, :, :, None] >> shift) & 0x00FF00FF) * SCALE_MUL + SCALE_ADD
-        e = tl.reshape(e, (KC, NM, 4, 8, 4, 4))
+        e = tl.reshape(e, (KC, NM, SLICES, 8, 4, 4))
         w = _expand(c, e, ROWS, COLS, INT4, PORTABLE)
         acc = tl.dot(w, xt.T, acc)
-    if USE_PDL:
-        gdc_launch_dependents()
     position = (begin + t).to(tl.int64)
     if FIRST:
         # Rows come as 8 gate, 8 up, ... : both halves of a SwiGLU lie in one thread.
-        halves = tl.permute(tl.reshape(acc, (NM * 4, 2, 8, TOKENS)), (0, 2, 3, 1))
+        halves = tl.permute(tl.reshape(acc, (NM * SLICES, 2, 8, TOKENS)), (0, 2, 3, 1))
         gate, up = tl.split(halves)
         gate = tl.reshape(gate, (ROWS // 2, TOKENS)) * tl.load(globals_ + expert * 2)
         up = tl.reshape(up, (ROWS // 2, TOKENS)) * tl.load(globals_ + expert * 2 + 1)
