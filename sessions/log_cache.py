@@ -21,7 +21,6 @@ _ITEM_BYTES = 600
 
 class _Entry:
     def __init__(self, session: Session, log: TurnLog) -> None:
-        self.lineage = session.lineage
         self.log_id = session.log_id
         self.log_len = session.log_len
         self.log = log
@@ -43,7 +42,7 @@ class LogCache:
         entry = self._entries.get(session.id)
         if entry is None:
             return None
-        if entry.log_id != session.log_id or entry.lineage != session.lineage:
+        if entry.log_id != session.log_id:  # whatever changes the lineage starts a new log
             self.drop(session.id)
             return None
         if entry.log_len > session.log_len:

@@ -58,7 +58,13 @@ class SqliteSessionStore:
             await self._db.read(lambda db: db.execute("SELECT 1 FROM migrations").fetchone())
         except StoreError as error:
             return StoreHealth(ok=False, kind="sqlite", detail=error.message)
-        return StoreHealth(ok=True, kind="sqlite", detail=f"schema {SCHEMA_VERSION}, WAL, FULL")
+        failure = self._db.write_error
+        return StoreHealth(
+            ok=True,
+            kind="sqlite",
+            detail=f"schema {SCHEMA_VERSION}, WAL, FULL",
+            warnings=() if failure is None else (f"the last write failed: {failure.message}",),
+        )
 
     # -- sessions
 

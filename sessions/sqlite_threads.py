@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import random
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -45,6 +47,9 @@ class SqliteThreads:
         self._reads: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_open = False
+        self.write_error: StoreError | None = (
+            None  # of the last group of writes, None: it went well
+        )
 
     async def open(self, prepare: Work[None]) -> None:
         """Connect both threads; `prepare` runs first on the write connection, outside any
@@ -128,7 +133,7 @@ class SqliteThreads:
     def _open_for_writing(self) -> sqlite3.Connection:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         connection = self._connect()
-        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        mode = self._switch_to_wal(connection)
         if mode != "wal":
             raise StoreUnavailable(f"{self._path}: the file system offers no WAL (got {mode})")
         connection.execute("PRAGMA synchronous = FULL")
@@ -138,6 +143,19 @@ class SqliteThreads:
             page_bytes = connection.execute("PRAGMA page_size").fetchone()[0]
             connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // page_bytes)}")
         return connection
+
+    def _switch_to_wal(self, connection: sqlite3.Connection) -> str:
+        # The busy time-out does not cover this switch: two processes that create the file at once
+        # both try it, and one is told at once that the file is locked.
+        deadline_s = time.monotonic() + self._timeout_ms / 1000
+        while True:
+            try:
+                return str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+            except sqlite3.OperationalError as error:
+                is_busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not is_busy or time.monotonic() > deadline_s:
+                    raise
+            time.sleep(random.uniform(0.002, 0.02))
 
     def _read_loop(self, prepare: Work[None], started: Future[None]) -> None:
         connection = _start(self._connect, prepare, started, self._path)
@@ -159,10 +177,13 @@ class SqliteThreads:
             for job in jobs:
                 outcomes.append(_run_in_savepoint(connection, job.work))
             connection.execute("COMMIT")
+            self.write_error = None
         except BaseException as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             outcomes = [(None, error)] * len(jobs)
+            described = describe(error, self._path)
+            self.write_error = described if isinstance(described, StoreError) else None
         for job, (result, failure) in zip(jobs, outcomes, strict=True):
             if failure is None:
                 job.future.set_result(result)

@@ -73,7 +73,7 @@ class TenantUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHealth:
-    """`warnings` say what makes the store less durable than promised."""
+    """`ok`: it answers. `warnings` say what keeps it from writing, or from being durable."""
 
     ok: bool
     kind: str

@@ -75,8 +75,6 @@ class Sweeper:
     async def _sweep_one(
         self, session: Session, now_ms: int, expired: list[str], deleted: list[str]
     ) -> None:
-        if session.current_turn is not None:
-            return
         if session.status == "expired":
             await self._store.delete(session.id, version=session.version)
             deleted.append(session.id)

@@ -109,6 +109,30 @@ def test_a_killed_server_is_said_and_loses_no_acknowledged_turn(
     assert harness.run(harness.store.health()).ok
 
 
+def test_an_append_only_file_cut_anywhere_keeps_whole_turns_only(
+    server: RedisServer, harness: StoreHarness
+) -> None:
+    session = make(harness)
+    for number in range(6):
+        session, _ = harness.run(run_turn(harness.store, session, token_ids=(number,) * 500))
+    server.kill()
+    (aof,) = server.directory.glob("appendonlydir/*.incr.aof")
+    whole = aof.read_bytes()
+    revisions = set()
+    for step in range(12):
+        aof.write_bytes(whole[: len(whole) * (step + 5) // 16])
+        server.start()
+        cut = harness.another()
+        found = harness.run(cut.get(session.id))
+        log = harness.run(cut.read_log(found))
+        assert (found.revision, found.num_tokens) == (len(log.records) - 1, log.num_tokens)
+        begun = [turn.id for turn in harness.run(cut.pending_turns())]
+        assert begun == ([found.current_turn] if found.current_turn else [])
+        revisions.add(found.revision)
+        server.kill()
+    assert max(revisions) == 6 and len(revisions) > 3
+
+
 def test_a_commit_with_unknown_outcome_can_be_repeated(
     server: RedisServer, harness: StoreHarness
 ) -> None:

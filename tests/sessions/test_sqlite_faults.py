@@ -77,6 +77,32 @@ def test_every_turn_acknowledged_before_kill_9_is_there_after(path: Path) -> Non
     connection.close()
 
 
+def test_a_write_ahead_log_cut_anywhere_keeps_whole_turns_only(
+    path: Path, harness: StoreHarness, tmp_path: Path
+) -> None:
+    session = make(harness)
+    created_len = Path(f"{path}-wal").stat().st_size
+    for number in range(6):
+        session, _ = harness.run(run_turn(harness.store, session, token_ids=(number,) * 500))
+    database, wal = path.read_bytes(), Path(f"{path}-wal").read_bytes()
+    revisions = set()
+    for step in range(24):
+        cut_path = tmp_path / f"cut{step}.db"
+        cut_path.write_bytes(database)
+        Path(f"{cut_path}-wal").write_bytes(
+            wal[: created_len + (len(wal) - created_len) * step // 23]
+        )
+        cut = StoreHarness(lambda at=cut_path: SqliteSessionStore(config_for(at)))  # type: ignore[misc]
+        found = cut.run(cut.store.get(session.id))
+        log = cut.run(cut.store.read_log(found))
+        assert (found.revision, found.num_tokens) == (len(log.records) - 1, log.num_tokens)
+        begun = [turn.id for turn in cut.run(cut.store.pending_turns())]
+        assert begun == ([found.current_turn] if found.current_turn else [])
+        revisions.add(found.revision)
+        cut.close()
+    assert revisions == set(range(7))
+
+
 def test_a_turn_left_pending_by_a_crash_is_found_and_ended(harness: StoreHarness) -> None:
     session = make(harness)
     turn = pending(session, key="k")
@@ -99,9 +125,11 @@ def test_a_lock_held_elsewhere_is_said_and_passes(path: Path, harness: StoreHarn
     with pytest.raises(StoreUnavailable, match="another process holds"):
         harness.run(harness.store.update(session.update(NOW_MS)))
     assert harness.run(harness.store.get(session.id)) == session  # reads go on
+    assert "the last write failed" in harness.run(harness.store.health()).warnings[0]
     holder.execute("ROLLBACK")
     holder.close()
     assert harness.run(harness.store.update(session.update(NOW_MS))).version == 2
+    assert harness.run(harness.store.health()).warnings == ()
 
 
 def test_a_failed_write_in_a_group_takes_no_other_with_it(harness: StoreHarness) -> None:
