@@ -105,7 +105,7 @@ def _add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        known = {404: "not_found", 405: "method_not_allowed"}
+        known = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
         code = known.get(error.status_code, "invalid_request")
         return _answer(ApiError(code, f"{request.method} {request.url.path}: {error.detail}"))
 

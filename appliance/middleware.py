@@ -13,6 +13,7 @@ import secrets
 import time
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.errors import ApiError, error_body
@@ -60,18 +61,15 @@ class RequestFrame:
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 if num_bytes > self._max_body_bytes:
-                    raise self._too_large()
+                    # The one kind of error that passes the framework's body reader unchanged.
+                    raise HTTPException(413, f"more than {self._max_body_bytes} bytes")
             return message
 
         return receive_limited
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            "request_too_large", f"the body is larger than {self._max_body_bytes} bytes"
-        )
-
     async def _refuse_body(self, send: Send) -> None:
-        error = self._too_large()
+        message = f"the body is larger than {self._max_body_bytes} bytes"
+        error = ApiError("request_too_large", message)
         body = json.dumps(error_body(error)).encode()
         head = [(b"content-type", b"application/json"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": error.status, "headers": head})

@@ -24,9 +24,10 @@ from tools_schema.rendering import (
     render_results,
     render_system,
 )
-from tools_schema.tool_spec import ToolSet
+from tools_schema.tool_spec import ToolSet, ToolSpec
 
 TemplateMessage = dict[str, Any]
+PROBE_TOOLS = ToolSet((ToolSpec(name="qprobetoolq"),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,10 @@ class PromptRenderer:
         self.tool_format = tool_format
         self._template = assets.chat_template
         self._template_has_tools = assets.chat_template.supports_tools
-        self._head_stands_alone = self._probe_head()
+        self._stands_alone = {
+            has_tools: self._probe_head(PROBE_TOOLS if has_tools else ToolSet())
+            for has_tools in (False, True)
+        }
 
     # Sessions -----------------------------------------------------------------------------
 
@@ -86,7 +90,7 @@ class PromptRenderer:
         `render_turn` puts it in front of that.
         """
         messages = self._head_messages(head)
-        if not messages or not self._head_stands_alone:
+        if not messages or not self._stands_alone[len(head.toolset) > 0]:
             return b""
         tools = self._tools(head.toolset)
         return encode_ids(self._template.render(messages, tools=tools, add_generation_prompt=False))
@@ -173,15 +177,20 @@ class PromptRenderer:
             add_generation_prompt=add_generation_prompt,
         )
 
-    def _probe_head(self) -> bool:
-        """Whether a system message renders alone just as it does in front of another."""
-        head = {"role": "system", "content": "probe"}
+    def _probe_head(self, toolset: ToolSet) -> bool:
+        """Whether a head renders alone just as in front of a message, its tools declared in it.
+
+        Some templates declare tools in the first message of the user.
+        """
+        head = self._head_messages(Head("probe", toolset))
+        tools = self._tools(toolset)
         try:
-            alone = self._template.render([head], add_generation_prompt=False)
-            whole = self._template.render([head, {"role": "user", "content": "probe"}])
+            alone = self._template.render(head, tools=tools)
+            whole = self._template.render([*head, {"role": "user", "content": "q"}], tools=tools)
         except TextError:
             return False
-        return whole[: len(alone)] == alone
+        text = self.assets.tokenizer.decode(alone, with_control=True)
+        return whole[: len(alone)] == alone and all(name in text for name in toolset.names)
 
     def _tools(self, toolset: ToolSet) -> list[dict[str, Any]] | None:
         if not self._template_has_tools or not len(toolset):

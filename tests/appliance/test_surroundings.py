@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds the routes: body limit, CORS, metrics, health; and the bench client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance.bench import BenchParams, run_bench
+from tests.fakes.appliance import RunningApp, says
+
+
+def test_a_body_over_the_limit_is_413_declared_or_not(tmp_path: Path) -> None:
+    with RunningApp(tmp_path, settings={"server": {"max_body_mb": 1}}) as app:
+        big = json.dumps({"model": "default", "instructions": "x" * (1 << 20)}).encode()
+        headers = {"Content-Type": "application/json"}
+        reply = app.http.post("/v1/sessions", content=big, headers=headers)
+        assert app.error(reply)[:2] == (413, "request_too_large")
+
+        def chunks() -> Iterator[bytes]:
+            for start in range(0, len(big), 1 << 16):
+                yield big[start : start + (1 << 16)]
+
+        reply = app.http.post("/v1/sessions", content=chunks(), headers=headers)
+        assert app.error(reply)[:2] == (413, "request_too_large")
+        assert app.session()
+
+
+def test_browsers_may_call_from_configured_origins_alone(tmp_path: Path) -> None:
+    settings = {"server": {"cors_origins": ["http://ide.local"]}}
+    with RunningApp(tmp_path, settings=settings) as app:
+        ask = {"Access-Control-Request-Method": "POST"}
+        good = app.http.options("/v1/sessions", headers={"Origin": "http://ide.local", **ask})
+        assert good.headers["access-control-allow-origin"] == "http://ide.local"
+        bad = app.http.options("/v1/sessions", headers={"Origin": "http://evil.local", **ask})
+        assert "access-control-allow-origin" not in bad.headers
+
+
+def test_metrics_count_turns_tokens_and_misses(tmp_path: Path) -> None:
+    with RunningApp(tmp_path) as app:
+        session_id = app.session()
+        first = app.turn(session_id, "one")
+        app.engine._cached.clear()
+        second = app.turn(session_id, "two")
+        text = app.get("/metrics").text
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+        assert lines['moorage_turns_total{outcome="completed",reason="end_turn"}'] == "2.0"
+        total = sum(
+            float(value)
+            for name, value in lines.items()
+            if name.startswith("moorage_input_tokens_total")
+        )
+        assert total == first["usage"]["input_tokens"] + second["usage"]["input_tokens"]
+        missed = second["cache"]["miss"]["missed_tokens"]
+        assert lines['moorage_cache_missed_tokens_total{reason="evicted"}'] == str(float(missed))
+        assert lines["moorage_turn_submit_seconds_count"] == "2.0"
+        assert lines["moorage_engine_up"] == "1.0" and "moorage_engine_num_pages" in lines
+        name = 'moorage_http_requests_total{route="/v1/sessions/{session_id}/turns",status="200"}'
+        assert lines[name] == "2.0"
+
+
+@pytest.mark.parametrize("api", ["session", "chat", "completions"])
+def test_the_bench_drives_every_api_and_sees_the_reuse(app: RunningApp, api: str) -> None:
+    app.engine.script = says("word " * 20)
+    params = BenchParams(
+        base_url=app.url, api=api, sessions=2, turns=3, system=20, context=60, new=10, output=8
+    )
+    result = asyncio.run(run_bench(params))
+    assert result["turns"] == 6 and result["output_tokens"] == 48
+    assert result["cached_share_later"] > 0.5
+    assert result["ttft_cold_s"]["median"] > 0 and result["ttft_later_s"]["median"] > 0
+
+
+def test_a_bench_of_the_same_seed_sends_the_same_prompts(app: RunningApp) -> None:
+    params = BenchParams(base_url=app.url, turns=2, system=20, context=30, new=5, output=2)
+    sent = []
+    for _ in range(2):
+        num_before = len(app.engine.requests)
+        asyncio.run(run_bench(params))
+        sent.append([r.token_ids for r in app.engine.requests[num_before:]])
+    assert sent[0] == sent[1]
+
+
+def test_a_bench_against_a_server_that_refuses_says_its_answer(app: RunningApp) -> None:
+    params = BenchParams(base_url=app.url, api="chat", model="gpt-9")
+    with pytest.raises(RuntimeError, match="model_not_found"):
+        asyncio.run(run_bench(params))
