@@ -32,6 +32,7 @@ class ByteSource:
         self._pos = 0
         self._mark = 0
         self._ended = False
+        self.was_cut = False  # the last match failed only because the stream ended inside it
 
     # -- the writing side ------------------------------------------------------------------
 
@@ -67,6 +68,10 @@ class ByteSource:
     def skip(self, num_bytes: int = 1) -> None:
         self._pos += num_bytes
 
+    def skip_rest(self) -> None:
+        """Skip all that is there."""
+        self._pos = len(self._buffer)
+
     def skip_blanks(self) -> Wait[int]:
         """Skip whitespace; the first byte after it, or END."""
         while (byte := (yield from self.peek())) != END and byte in BLANKS:
@@ -75,6 +80,7 @@ class ByteSource:
 
     def match(self, literal: bytes) -> Wait[bool]:
         """Consume `literal` if it comes next; else consume nothing."""
+        self.was_cut = False
         while True:
             there = self._buffer[self._pos : self._pos + len(literal)]
             if not literal.startswith(there):
@@ -83,6 +89,7 @@ class ByteSource:
                 self._pos += len(literal)
                 return True
             if self._ended:
+                self.was_cut = bool(there)
                 return False
             yield
 
@@ -116,10 +123,11 @@ class ByteSource:
                 return END
             yield
 
-    def until(self, markers: MarkerSet, sink: Sink) -> Wait[bytes | None]:
+    def until(self, markers: MarkerSet, sink: Sink, *, flushes: bool = True) -> Wait[bytes | None]:
         """Hand bytes to `sink` up to the first marker, consume and return it; None at the end.
 
-        A suffix that may be the beginning of a marker is held back until that is decided.
+        A suffix that may be the beginning of a marker is held back until that is decided; at the
+        end of the stream it is handed over too, where `flushes`.
         """
         while True:
             found = markers.pattern.search(self._buffer, self._pos)
@@ -128,7 +136,7 @@ class ByteSource:
                 self._hand_over(found.start(), sink)
                 self._pos += len(marker)
                 return marker
-            held = 0 if self._ended else markers.held_bytes(self._buffer, self._pos)
+            held = 0 if self._ended and flushes else markers.held_bytes(self._buffer, self._pos)
             self._hand_over(len(self._buffer) - held, sink)
             if self._ended:
                 return None

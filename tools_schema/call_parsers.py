@@ -15,7 +15,8 @@ from tools_schema.channels import Utf8Channel
 from tools_schema.events import Event, ToolCallArgs, ToolCallEnd, ToolCallStart
 from tools_schema.formats.base import HeaderBody, JsonBody, ParamStyle, ToolFormat
 from tools_schema.json_scan import BadJsonError, EndOfStreamError, scan_string, scan_value
-from tools_schema.param_types import json_types
+from tools_schema.json_types import json_types
+from tools_schema.param_types import ParamTypes, param_types
 from tools_schema.tool_spec import ToolSet
 from tools_schema.validation import parse_json
 
@@ -44,6 +45,7 @@ class OpenCall:
         names: frozenset[str],
         emit: Callable[[Event], None],
         new_call_id: Callable[[], str],
+        used_ids: set[str],
     ) -> None:
         self.index = index
         self.has_started = False
@@ -52,6 +54,7 @@ class OpenCall:
         self._names = names
         self._emit = emit
         self._new_call_id = new_call_id
+        self._used_ids = used_ids
         self._name: str | None = None
         self._call_id = ""
         self._parts: list[str] = []
@@ -76,8 +79,9 @@ class OpenCall:
         if self._name is None or self.has_started:
             return
         self.has_started = True
-        sampled = self.model_id if keep_model_id else None
+        sampled = self.model_id if keep_model_id and self.model_id not in self._used_ids else None
         self._call_id = sampled or self._new_call_id()
+        self._used_ids.add(self._call_id)
         self._emit(ToolCallStart(self.index, self._call_id, self._name, self.model_id))
         if self._parts:
             self._emit(ToolCallArgs(self.index, "".join(self._parts)))
@@ -112,11 +116,12 @@ class OpenCall:
 def parse_call(
     source: ByteSource, tool_format: ToolFormat, toolset: ToolSet, call: OpenCall
 ) -> Wait[None]:
-    """The inside of one call, from after `call_begin` to before `call_end`."""
+    """One call, from after `call_begin` to after `call_end`."""
     body = tool_format.body
     try:
         if isinstance(body, JsonBody):
             yield from _parse_json_call(source, body, call, is_bare=tool_format.is_bare)
+            yield from expect(source, tool_format.call_end)
         else:
             yield from _parse_header_call(source, tool_format, body, toolset, call)
     except BadJsonError as error:
@@ -210,57 +215,72 @@ def _parse_header_call(
     if (yield from source.peek()) == END:
         raise EndOfStreamError
     call.set_name(name)
-    if body.id_mark and (yield from source.match_loosely(body.id_mark)):
-        yield from source.skip_blanks()
-        call.model_id = (yield from source.take_while(_ID_BYTES, _ID_MAX)).decode()
-    yield from expect(source, body.after_name)
+    yield from _read_id(source, body, name, call)
+    yield from expect(source, body.after_name, *body.also_after_name)
     call.start_if_named(keep_model_id=tool_format.id_style == "sampled")
     yield from source.skip_blanks()
     if body.params is None:
         if (yield from source.peek()) not in (_BRACE, END):
             raise NotACallError("the arguments are no JSON object")
         yield from scan_value(source, call.write)
-    else:
-        assert call.name is not None
-        spec = toolset.get(call.name)
-        types = spec.property_types() if spec is not None else {}
-        yield from _parse_params(source, body.params, types, call)
+        call.end()
+        yield from expect(source, tool_format.call_end)
+        return
+    spec = toolset.get(name)
+    types = param_types(spec.schema() if spec is not None else {})
+    has_any = yield from _parse_params(source, body.params, types, call)
+    # Only the end marker says that no further parameter comes.
+    yield from expect(source, tool_format.call_end)
+    if has_any:
+        call.write_text("}")
     call.end()
 
 
-def expect(source: ByteSource, literal: str) -> Wait[None]:
-    """Consume a marker, whatever the whitespace around its lines."""
-    if (yield from source.match_loosely(literal)):
+def _read_id(source: ByteSource, body: HeaderBody, name: str, call: OpenCall) -> Wait[None]:
+    if not body.id_mark or not (yield from source.match_loosely(body.id_mark)):
         return
+    yield from source.skip_blanks()
+    sampled = (yield from source.take_while(_ID_BYTES, _ID_MAX)).decode()
+    head = body.before_name + name + body.id_mark if body.id_has_name else ""
+    call.model_id = head + sampled
+
+
+def expect(source: ByteSource, *literals: str) -> Wait[None]:
+    """Consume one of these markers, whatever the whitespace around its lines."""
+    is_cut = False
+    for literal in literals:
+        if (yield from source.match_loosely(literal)):
+            return
+        is_cut |= source.was_cut
+    if is_cut:
+        source.skip_rest()
     if (yield from source.peek()) == END:
         raise EndOfStreamError
-    raise NotACallError(f"{literal.strip()!r} was due")
+    raise NotACallError(f"{literals[0].strip()!r} was due")
 
 
 def _parse_params(
-    source: ByteSource, style: ParamStyle, types: dict[str, frozenset[str]], call: OpenCall
-) -> Wait[None]:
-    seen: set[str] = set()
+    source: ByteSource, style: ParamStyle, types: ParamTypes, call: OpenCall
+) -> Wait[bool]:
+    """All parameters, as the members of one JSON object; whether there was any."""
+    has_any = False
     while (yield from source.match_loosely(style.begin)):
         key = yield from _read_key(source, style)
-        if key in seen:
-            raise NotACallError(f"the parameter {key!r} comes twice")
-        call.write_text(", " if seen else "{")
+        call.write_text(", " if has_any else "{")
         call.write_text(json.dumps(key, ensure_ascii=False) + ": ")
-        seen.add(key)
-        admitted = types.get(key)
+        has_any = True
+        admitted = types.of(key)
         if style.type_mark is not None:
             admitted = yield from _read_type_mark(source, style)
         yield from _parse_value(source, style, admitted, call)
-    if seen:
-        call.write_text("}")
+    return has_any
 
 
 def _read_key(source: ByteSource, style: ParamStyle) -> Wait[str]:
     closing = style.after_key if style.type_mark is None else style.type_mark
     taken: list[bytes] = []
     markers = MarkerSet((closing.split("\n")[0].strip() or closing.strip(),))
-    if (yield from source.until(markers, taken.append)) is None:
+    if (yield from source.until(markers, taken.append, flushes=False)) is None:
         raise EndOfStreamError
     key = b"".join(taken)
     if not key or len(key) > _KEY_MAX:
@@ -281,21 +301,26 @@ def _read_type_mark(source: ByteSource, style: ParamStyle) -> Wait[frozenset[str
 
 
 def _parse_value(
-    source: ByteSource, style: ParamStyle, admitted: frozenset[str] | None, call: OpenCall
+    source: ByteSource, style: ParamStyle, admitted: frozenset[str], call: OpenCall
 ) -> Wait[None]:
-    """One value up to its end marker: strings stream, JSON waits for its end."""
+    """One value and its end marker: strings and JSON stream, what may be either waits."""
+    if "string" not in admitted:
+        yield from source.skip_blanks()
+        yield from scan_value(source, call.write)
+        yield from expect(source, style.end)
+        return
     if style.after_key.endswith("\n"):
         yield from source.match(b"\n")
     markers = MarkerSet((style.end.strip(),))
     trims = style.end.startswith("\n")
     if admitted == frozenset({"string"}):
         writer = _StringWriter(call, trims=trims)
-        if (yield from source.until(markers, writer.write)) is None:
+        if (yield from source.until(markers, writer.write, flushes=False)) is None:
             raise EndOfStreamError
         writer.close()
         return
     taken: list[bytes] = []
-    if (yield from source.until(markers, taken.append)) is None:
+    if (yield from source.until(markers, taken.append, flushes=False)) is None:
         raise EndOfStreamError
     raw = b"".join(taken)
     if trims and raw.endswith(b"\n"):
@@ -303,15 +328,13 @@ def _parse_value(
     call.write_text(_as_json(raw.decode("utf-8", "replace"), admitted))
 
 
-def _as_json(text: str, admitted: frozenset[str] | None) -> str:
-    """JSON for a value that may be JSON; text that is none of the admitted types is a string."""
+def _as_json(text: str, admitted: frozenset[str]) -> str:
+    """A value that may be text or JSON: JSON where it is of an admitted type."""
     try:
         types = json_types(parse_json(text))
     except ValueError:
-        if admitted is not None and "string" not in admitted:
-            raise NotACallError("a value is not JSON") from None
         return json.dumps(text, ensure_ascii=False)
-    if admitted is None or not admitted or types & admitted or "string" not in admitted:
+    if types & admitted:
         return text.strip()
     return json.dumps(text, ensure_ascii=False)
 

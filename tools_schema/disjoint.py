@@ -10,11 +10,10 @@ import itertools
 from typing import Any
 
 from tools_schema.json_pointer import resolve_local
-from tools_schema.param_types import json_types
+from tools_schema.json_types import ALL_TYPES, json_types
 from tools_schema.schema_merge import type_set
 
 _MAX_BRANCHES = 64
-_ALL = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 
 
 def are_disjoint(branches: list[Any], root: Any) -> bool:
@@ -67,7 +66,7 @@ def _types(schema: dict[str, Any]) -> frozenset[str]:
     if "type" not in schema:
         values = _values(schema)
         if values is None:
-            return _ALL
+            return ALL_TYPES
         return frozenset().union(*(json_types(value) for value in values))
     types = set(type_set(schema["type"]))
     return frozenset(types | {"integer"} if "number" in types else types)

@@ -23,8 +23,10 @@ IsValid = Callable[[Schema, Any], bool]
 MAX_BOUNDED_LENGTH = 8
 _MAX_LISTED = 256
 _MAX_MULTIPLE = 1024
+# Bounds for what has none: past them clients and validators lose digits, and without any a model
+# can write digits (or e999) for ever.
 _INT64 = 2**63 - 1
-_EXACT = 2**53
+_LARGEST = 10.0**15
 # Formats the grammar writes well. They only annotate: holding them is a courtesy.
 _FORMATS = frozenset({"date", "time", "date-time", "uuid"})
 
@@ -155,7 +157,7 @@ class GrammarTypes:
             ("maximum", "exclusiveMaximum", high, high_open),
         ):
             if math.isinf(value):
-                continue
+                value, is_open = math.copysign(_LARGEST, value), False
             if _is_plain(value):
                 node[open_key if is_open else key] = value
             else:
@@ -175,14 +177,12 @@ class GrammarTypes:
         if first > _INT64 or last < -_INT64:
             self._lose(path, "a bound of an integer is not held: past 64 bits")
             return node
-        if not math.isinf(first):
-            node["minimum"] = max(int(first), -_INT64)
-        if not math.isinf(last):
-            node["maximum"] = min(int(last), _INT64)
-        if step is not None and step > _MAX_MULTIPLE:
+        if step is not None and step <= _MAX_MULTIPLE:
+            return {"type": "integer", "multipleOf": step}
+        if step is not None:
             self._lose(path, f"multipleOf is not held: over {_MAX_MULTIPLE}")
-        elif step is not None:
-            node["multipleOf"] = step
+        node["minimum"] = int(max(first, -_INT64))
+        node["maximum"] = int(min(last, _INT64))
         return node
 
     def _stepped(self, first: float, last: float, step: int, path: str) -> Schema | None:
@@ -279,4 +279,4 @@ def _above(bound: float, *, is_open: bool) -> int:
 
 def _is_plain(value: float) -> bool:
     """A bound that the grammar compares exactly: few digits on either side of the point."""
-    return abs(value) < _EXACT and (float(value) * 10**6).is_integer()
+    return abs(value) <= _LARGEST and (float(value) * 10**6).is_integer()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns which JSON types a tool's parameters may have, by its schema.
+"""Owns which JSON types a tool's parameters may have, by what the grammar writes for them.
 
 Does not know: formats, streams. Families that write parameters as raw text need this to tell
 the string 123 from the number.
@@ -7,70 +7,64 @@ the string 123 from the number.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from tools_schema.json_pointer import resolve_local
+from tools_schema.grammar_schema import lower_schema
+from tools_schema.json_types import ALL_TYPES, json_types
+from tools_schema.schema_merge import Schema
 
 _MAX_HOPS = 32
-_ALL = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 
 
-def json_types(value: object) -> frozenset[str]:
-    """The schema types that a parsed JSON value has."""
-    if isinstance(value, bool):
-        return frozenset({"boolean"})
-    if isinstance(value, int):
-        return frozenset({"integer", "number"})
-    if isinstance(value, float):
-        return frozenset({"number", "integer"} if value.is_integer() else {"number"})
-    for python_type, name in ((str, "string"), (dict, "object"), (list, "array")):
-        if isinstance(value, python_type):
-            return frozenset({name})
-    return frozenset({"null"})
+@dataclass(frozen=True, slots=True)
+class ParamTypes:
+    """The types of each declared parameter, and of all others."""
+
+    declared: dict[str, frozenset[str]]
+    undeclared: frozenset[str] = ALL_TYPES
+
+    def of(self, key: str) -> frozenset[str]:
+        return self.declared.get(key, self.undeclared)
 
 
-def property_types(schema: dict[str, Any]) -> dict[str, frozenset[str]]:
-    """The types each declared property may have."""
-    found: dict[str, set[str]] = {}
-    _gather(schema, schema, found, _MAX_HOPS)
-    return {key: frozenset(types) for key, types in found.items()}
+def param_types(schema: dict[str, Any]) -> ParamTypes:
+    """The types of a tool's parameters."""
+    lowered = lower_schema(schema, must_be_object=True).schema
+    defs = lowered.get("$defs", {})
+    declared: dict[str, frozenset[str]] = {}
+    undeclared: frozenset[str] = frozenset()
+    for branch in _objects(lowered, defs, _MAX_HOPS):
+        for key, node in branch.get("properties", {}).items():
+            declared[key] = declared.get(key, frozenset()) | _types(node, defs, _MAX_HOPS)
+        for node in branch.get("patternProperties", {}).values():
+            undeclared |= _types(node, defs, _MAX_HOPS)
+        undeclared |= _types(branch.get("additionalProperties", True), defs, _MAX_HOPS)
+    return ParamTypes(declared, undeclared or ALL_TYPES)
 
 
-def _gather(root: Any, node: Any, found: dict[str, set[str]], hops: int) -> None:
+def _objects(node: Schema, defs: dict[str, Schema], hops: int) -> list[Schema]:
+    """The object schemas that the arguments may be."""
+    if "$ref" in node and hops:
+        return _objects(defs[node["$ref"].rpartition("/")[2]], defs, hops - 1)
+    if "anyOf" in node:
+        return [found for branch in node["anyOf"] for found in _objects(branch, defs, hops)]
+    if "enum" in node:
+        return [{"properties": {k: {"enum": [v]} for k, v in e.items()}} for e in node["enum"]]
+    return [node]
+
+
+def _types(node: Any, defs: dict[str, Schema], hops: int) -> frozenset[str]:
+    if node is False:
+        return frozenset()
     if not isinstance(node, dict) or hops == 0:
-        return
-    for key, child in (node.get("properties") or {}).items():
-        found.setdefault(key, set()).update(_types(root, child, hops - 1))
-    if isinstance(node.get("$ref"), str):
-        _gather(root, resolve_local(root, node["$ref"]), found, hops - 1)
-    for combinator in ("allOf", "anyOf", "oneOf"):
-        for child in node.get(combinator) or []:
-            _gather(root, child, found, hops - 1)
-    for branch in ("if", "then", "else"):
-        _gather(root, node.get(branch), found, hops - 1)
-
-
-def _types(root: Any, node: Any, hops: int) -> frozenset[str]:
-    """The types this schema admits, as far as its own keywords say."""
-    if not isinstance(node, dict) or hops == 0:
-        return _ALL
-    types = _ALL
-    declared = node.get("type")
-    if isinstance(declared, str):
-        types &= {declared}
-    elif isinstance(declared, list):
-        types &= frozenset(declared)
-    if "const" in node:
-        types &= json_types(node["const"])
-    if isinstance(node.get("enum"), list):
-        types &= frozenset().union(*(json_types(v) for v in node["enum"]))
-    if isinstance(node.get("$ref"), str):
-        types &= _types(root, resolve_local(root, node["$ref"]), hops - 1)
-    for child in node.get("allOf") or []:
-        types &= _types(root, child, hops - 1)
-    for combinator in ("anyOf", "oneOf"):
-        if node.get(combinator):
-            types &= frozenset().union(
-                *(_types(root, child, hops - 1) for child in node[combinator])
-            )
-    return types
+        return ALL_TYPES
+    if "$ref" in node:
+        return _types(defs[node["$ref"].rpartition("/")[2]], defs, hops - 1)
+    if "anyOf" in node:
+        return frozenset().union(*(_types(branch, defs, hops - 1) for branch in node["anyOf"]))
+    if "enum" in node:
+        return frozenset().union(*(json_types(value) for value in node["enum"]))
+    if "type" not in node:
+        return ALL_TYPES
+    return frozenset({"number", "integer"} if node["type"] == "number" else {node["type"]})

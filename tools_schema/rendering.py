@@ -8,6 +8,7 @@ the client's key order and the model's argument bytes are kept.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +52,11 @@ def render_calls(tool_format: ToolFormat, calls: Sequence[CallText]) -> str:
     """The calls as the model would have written them."""
     if not calls:
         return ""
-    texts = [_render_call(tool_format, call) for call in calls]
+    texts = [_render_call(tool_format, call, index) for index, call in enumerate(calls)]
     inner = tool_format.separator.join(texts)
     if tool_format.calls_as_list:
         inner = f"[{inner}]"
-    return tool_format.section_begin + inner + tool_format.section_end
+    return tool_format.lead + tool_format.section_begin + inner + tool_format.section_end
 
 
 def render_results(tool_format: ToolFormat, results: Sequence[ResultText]) -> tuple[str, str]:
@@ -70,7 +71,7 @@ def _fill(text: str, result: ResultText) -> str:
     return text.replace("{name}", result.name).replace("{call_id}", result.call_id)
 
 
-def _render_call(tool_format: ToolFormat, call: CallText) -> str:
+def _render_call(tool_format: ToolFormat, call: CallText, index: int) -> str:
     body = tool_format.body
     arguments = call.arguments.strip() or "{}"
     if isinstance(body, JsonBody):
@@ -79,13 +80,19 @@ def _render_call(tool_format: ToolFormat, call: CallText) -> str:
             inner += f', "{body.id_key}": {json.dumps(call.call_id)}'
         inner += "}"
     else:
-        inner = _render_header(body, call) + _render_arguments(body, arguments)
+        inner = _render_header(body, call, index) + _render_arguments(body, arguments)
     return tool_format.call_begin + inner + tool_format.call_end
 
 
-def _render_header(body: HeaderBody, call: CallText) -> str:
-    model_id = body.id_mark + call.call_id if body.id_mark else ""
-    return body.before_name + call.name + model_id + body.after_name
+def _render_header(body: HeaderBody, call: CallText, index: int) -> str:
+    head = body.before_name + call.name
+    if not body.id_mark:
+        return head + body.after_name
+    if not body.id_has_name:
+        return head + body.id_mark + call.call_id + body.after_name
+    # An id of the family's own is written as it was; one of ours cannot be, so the place counts.
+    is_own = re.fullmatch(re.escape(head + body.id_mark) + body.id_pattern, call.call_id)
+    return (call.call_id if is_own else f"{head}{body.id_mark}{index}") + body.after_name
 
 
 def _render_arguments(body: HeaderBody, arguments: str) -> str:

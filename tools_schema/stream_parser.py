@@ -55,6 +55,7 @@ class StreamParser:
         self._new_call_id = call_id_factory
         self._events: list[Event] = []
         self._num_started = 0
+        self._used_ids: set[str] = set()
         self._call: OpenCall | None = None
         self._cut_short = False
         self._source = ByteSource()
@@ -110,7 +111,7 @@ class StreamParser:
     def _read_turn(self) -> Wait[None]:
         yield from self._read_reasoning()
         if not self._names:
-            yield from self._source.until(MarkerSet(()), self._text.write)
+            yield from self._read_prose()
         elif self._format.is_bare:
             yield from self._read_bare_calls()
         else:
@@ -127,28 +128,46 @@ class StreamParser:
             if not (yield from self._source.match(tags.begin.strip().encode())):
                 self._text.write(self._source.since_mark())
                 return
+        yield from self._read_thought(tags.end)
+
+    def _read_thought(self, end: str) -> Wait[None]:
         reasoning = ProseChannel(lambda text: self._emit(ReasoningDelta(text)), skip_leading=True)
-        markers = MarkerSet((tags.end.strip(),))
-        if (yield from self._source.until(markers, reasoning.write)) is None:
+        if (yield from self._source.until(MarkerSet((end.strip(),)), reasoning.write)) is None:
             reasoning.close()
             return
         reasoning.drop_layout()
         self._text.drop_layout()
 
+    def _read_prose(self) -> Wait[None]:
+        """Calls are switched off: only what parts the messages of a turn is no text."""
+        markers = MarkerSet(self._layout_markers())
+        while (yield from self._source.until(markers, self._text.write)) is not None:
+            self._source.mark()
+
+    def _layout_markers(self) -> tuple[str, ...]:
+        fmt = self._format
+        begins = (fmt.text_begin, fmt.preamble[0] if fmt.preamble else "", *fmt.dropped)
+        return tuple(marker.strip() for marker in begins if marker.strip())
+
     def _read_text_and_calls(self) -> Wait[None]:
         fmt = self._format
-        openers = (fmt.open_marker, fmt.call_marker)
-        markers = MarkerSet((*openers, *(m.strip() for m in fmt.dropped)))
+        openers = (fmt.open_marker, fmt.call_marker, fmt.also_call_begin)
+        thought = fmt.reasoning.begin if fmt.reasoning and fmt.reasoning_anywhere else ""
+        markers = MarkerSet((*openers, thought, *self._layout_markers()))
         while (found := (yield from self._source.until(markers, self._text.write))) is not None:
             self._source.mark(back=len(found))
             marker = found.decode()
-            if marker in openers:
-                yield from self._read_calls(self._after(marker))
+            if marker == thought and fmt.reasoning is not None:
+                yield from self._read_thought(fmt.reasoning.end)
+            elif marker in openers:
+                yield from self._read_calls(self._reader_behind(marker))
 
-    def _after(self, marker: str) -> Callable[[], Wait[None]]:
-        if self._format.section_begin and marker == self._format.open_marker:
-            return self._read_list if self._format.calls_as_list else self._read_section
-        return self._read_lone_call
+    def _reader_behind(self, marker: str) -> Callable[[], Wait[None]]:
+        fmt = self._format
+        if fmt.section_begin and marker == fmt.open_marker:
+            return self._read_list if fmt.calls_as_list else self._read_section
+        rest = "" if marker == fmt.also_call_begin else fmt.call_begin.strip()[len(marker) :]
+        return lambda: self._read_lone_call(rest)
 
     def _read_calls(self, read: Callable[[], Wait[None]]) -> Wait[None]:
         """Run one of the readers below; what it could not read becomes text or a problem."""
@@ -182,7 +201,9 @@ class StreamParser:
 
     def _read_one(self) -> Wait[None]:
         """The inside of a call. From its start on, what was held is no text any more."""
-        self._call = OpenCall(self._num_started, self._names, self._emit_call, self._new_call_id)
+        self._call = OpenCall(
+            self._num_started, self._names, self._emit_call, self._new_call_id, self._used_ids
+        )
         yield from parse_call(self._source, self._format, self._toolset, self._call)
         self._source.mark()
 
@@ -193,24 +214,20 @@ class StreamParser:
             self._text.drop_layout()
         self._emit(event)
 
-    def _read_lone_call(self) -> Wait[None]:
-        marker = self._format.call_marker
-        yield from expect(self._source, self._format.call_begin.strip()[len(marker) :])
+    def _read_lone_call(self, rest_of_begin: str) -> Wait[None]:
+        yield from expect(self._source, rest_of_begin)
         yield from self._read_one()
-        yield from expect(self._source, self._format.call_end)
-        self._source.mark()
 
     def _read_section(self) -> Wait[None]:
         fmt = self._format
-        while True:
-            if fmt.section_end and (yield from self._source.match_loosely(fmt.section_end)):
-                self._source.mark()
-                return
+        while not (yield from self._source.match_loosely(fmt.section_end)):
+            if self._source.was_cut:
+                self._source.skip_rest()
+                raise EndOfStreamError
             yield from self._source.match_loosely(fmt.separator)
             yield from expect(self._source, fmt.call_begin)
             yield from self._read_one()
-            yield from expect(self._source, fmt.call_end)
-            self._source.mark()
+        self._source.mark()
 
     def _read_list(self) -> Wait[None]:
         byte = yield from self._source.skip_blanks()

@@ -14,17 +14,31 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from tools_schema.errors import InvalidSchemaError, ReasoningUnsupportedError
+from tools_schema.errors import (
+    InvalidSchemaError,
+    InvalidToolChoiceError,
+    ReasoningUnsupportedError,
+)
 from tools_schema.formats.base import HeaderBody, JsonBody, ToolFormat
+from tools_schema.grammar_nodes import (
+    Node,
+    any_of,
+    const,
+    json_value,
+    optional,
+    regex,
+    repeat,
+    sequence,
+    text,
+    without_prefix,
+)
 from tools_schema.grammar_schema import Loss, LoweredSchema, lower_schema
+from tools_schema.param_grammar import ParamGrammar
 from tools_schema.schema_check import check_schema
 from tools_schema.tool_choice import ToolChoice
 from tools_schema.tool_spec import ToolSet, ToolSpec
 
 Reasoning = Literal["off", "auto", "on"]
-Node = dict[str, Any]
-
-MAX_WHITESPACE = 2  # unbounded, a model can loop on it for ever
 _CACHED_PLANS = 256
 RESPONSE_FORMAT = "response_format"
 
@@ -109,6 +123,7 @@ def build_structural_tag(
 
     Raises:
         ReasoningUnsupportedError: the format has no reasoning tags and `reasoning` is `on`.
+        InvalidToolChoiceError: more calls are wanted than the family can write in one turn.
     """
     return _build_cached(
         toolset,
@@ -131,16 +146,10 @@ def _build_cached(
     reasoning_budget: int | None,
     loosen: frozenset[str],
 ) -> GrammarPlan:
+    _check_abilities(tool_format, choice, reasoning)
     builder = _Builder(tool_format, loosen)
-    if tool_format.reasoning is None and reasoning == "on":
-        raise ReasoningUnsupportedError(
-            param="reasoning",
-            message=f"the model's format {tool_format.name} has no reasoning",
-            value=reasoning,
-            allowed='"off"',
-        )
     tools = list(toolset.restrict(choice.names)) if choice.kind != "none" else []
-    answer = builder.answer(response_format, has_tools=len(toolset) > 0, may_call=bool(tools))
+    answer = builder.answer(response_format, has_tools=len(toolset) > 0)
     turn = builder.turn(tools, choice, answer) if tools else answer
     turn = builder.with_reasoning(turn, reasoning, reasoning_budget)
     if turn is None:
@@ -153,6 +162,23 @@ def _build_cached(
     )
 
 
+def _check_abilities(tool_format: ToolFormat, choice: ToolChoice, reasoning: Reasoning) -> None:
+    if tool_format.reasoning is None and reasoning == "on":
+        raise ReasoningUnsupportedError(
+            param="reasoning",
+            message=f"the model's format {tool_format.name} has no reasoning",
+            value=reasoning,
+            allowed='"off"',
+        )
+    if tool_format.max_calls is not None and choice.min_calls > tool_format.max_calls:
+        raise InvalidToolChoiceError(
+            param="min_tool_calls",
+            message=f"the model's format {tool_format.name} has no parallel calls",
+            value=choice.min_calls,
+            allowed=f"at most {tool_format.max_calls}",
+        )
+
+
 class _Builder:
     """Builds the nodes of one turn's grammar and gathers its fallbacks."""
 
@@ -163,182 +189,143 @@ class _Builder:
 
     # -- text ------------------------------------------------------------------------------
 
-    def answer(
-        self, response_format: ResponseFormat | None, *, has_tools: bool, may_call: bool
-    ) -> Node | None:
+    def answer(self, response_format: ResponseFormat | None, *, has_tools: bool) -> Node | None:
         """What a turn without calls says; None: anything."""
+        begin = const(self._format.text_begin)
         if response_format is not None:
-            return self._schema_node(RESPONSE_FORMAT, response_format.schema())
-        return _text(self._text_excludes()) if has_tools or may_call else None
+            lowered = self._lower(RESPONSE_FORMAT, response_format.schema())
+            return sequence([begin, json_value(lowered.schema)])
+        return sequence([begin, self._free_text()]) if has_tools else None
+
+    def _free_text(self) -> Node:
+        """Text that spells no marker: a call would be read out of it."""
+        return text(self._text_excludes())
 
     def _text_excludes(self) -> list[str]:
-        """Markers that free text must not spell: a call would be read out of it."""
         fmt = self._format
-        excludes = [fmt.open_marker, fmt.call_begin.strip(), fmt.optional_prefix, *fmt.dropped]
+        excludes = [fmt.open_marker, fmt.call_marker, fmt.also_call_begin, fmt.optional_prefix]
+        excludes += [fmt.text_begin, *(fmt.preamble or ()), *fmt.dropped]
+        # Their ends too: alone in a text they mean nothing, and clients would see markup.
+        excludes += [fmt.section_end.strip(), fmt.call_end.strip()]
         if fmt.reasoning is not None:
             excludes += [fmt.reasoning.begin.strip(), fmt.reasoning.end.strip()]
-        return list(dict.fromkeys(marker for marker in excludes if marker))
+        return list(dict.fromkeys(marker for marker in excludes if len(marker) > 1))
 
     # -- calls -----------------------------------------------------------------------------
 
     def turn(self, tools: list[ToolSpec], choice: ToolChoice, answer: Node | None) -> Node:
         fmt = self._format
-        one = _any_of([self._call(tool) for tool in tools])
-        calls = self._calls(one, choice)
+        calls = self._calls(any_of([self._call(tool) for tool in tools]), choice)
+        whole = sequence([const(fmt.lead + fmt.section_begin), calls, const(fmt.section_end)])
+        if fmt.preamble is not None:
+            begin, end = fmt.preamble
+            said = sequence([const(begin), self._free_text(), const(end)])
+            whole = sequence([optional(said), whole])
         if choice.is_forced:
-            return _sequence([_const(fmt.lead + fmt.section_begin), calls, _const(fmt.section_end)])
-        if fmt.is_bare or (answer is not None and answer["type"] != "any_text"):
-            return self._either(calls, answer)
-        return self._triggered(calls)
+            return whole
+        if fmt.is_bare:
+            return any_of([whole, self._not_a_call() if _is_free(answer) else answer or text()])
+        if _is_free(answer):
+            return self._triggered(calls)
+        return any_of([whole, answer or text()])
 
-    def _either(self, calls: Node, answer: Node | None) -> Node:
-        """Calls from the first byte on, or an answer that cannot be taken for one."""
-        fmt = self._format
-        calls = _sequence([_const(fmt.lead + fmt.section_begin), calls, _const(fmt.section_end)])
-        if answer is None or answer["type"] == "any_text":
-            # A call starts with a brace, so text does not; leading blanks would hide one.
-            first = {"type": "regex", "pattern": r"[^{\s]"}
-            answer = {
-                "type": "optional",
-                "content": _sequence([first, _text(self._text_excludes())]),
-            }
-        return _any_of([calls, answer])
+    def _not_a_call(self) -> Node:
+        """A bare call starts with a brace, so text does not; leading blanks would hide one."""
+        return optional(sequence([regex(r"[^{\s]"), self._free_text()]))
 
     def _triggered(self, calls: Node) -> Node:
         """Free text until the marker; from there on calls."""
         fmt = self._format
-        excludes = self._text_excludes()
-        trigger = fmt.section_begin or fmt.call_begin
-        marker = trigger.rstrip()
-        layout = trigger[len(marker) :]
-        rest = [calls, _const(fmt.section_end)]
+        marker = fmt.open_marker
         if fmt.section_begin:
-            rest.insert(0, _const(layout))
+            layout = fmt.section_begin.partition(marker)[2]
+            rest = sequence([const(layout), calls, const(fmt.section_end)])
         else:
-            rest = [_strip_const(calls, marker), _const(fmt.section_end)]
-        node = _sequence(rest)
+            rest = without_prefix(calls, marker)
         if fmt.allows_empty_list:
-            none = _sequence([_const("[]" + fmt.section_end), _text(excludes)])
-            node = _any_of([node, none])
+            none = sequence([const("[]" + fmt.section_end), self._free_text()])
+            rest = any_of([rest, none])
         return {
             "type": "dispatch",
-            "rules": [[marker, node]],
+            "rules": [[marker, rest]],
             "loop": False,
-            "excludes": [e for e in excludes if e != marker],
+            "excludes": [e for e in self._text_excludes() if e != marker],
         }
 
     def _calls(self, one: Node, choice: ToolChoice) -> Node:
-        """`one`, then as many more as the choice wants and allows."""
+        """`one`, then as many more as the choice wants and the family allows."""
         fmt = self._format
-        low = max(choice.min_calls, 1) - 1
-        high = -1 if choice.max_calls is None else choice.max_calls - 1
+        caps = [cap for cap in (choice.max_calls, fmt.max_calls) if cap is not None]
         parts = [one]
-        if high != 0:
-            more = _sequence([_const(fmt.separator), one])
-            parts.append({"type": "repeat", "min": low, "max": high, "content": more})
+        if min(caps, default=2) > 1:
+            more = sequence([const(fmt.separator), one])
+            most = min(caps) - 1 if caps else None
+            parts.append(repeat(more, max(choice.min_calls, 1) - 1, most))
         if fmt.calls_as_list:
-            parts = [_const("["), *parts, _const("]")]
-        return _sequence(parts)
+            parts = [const("["), *parts, const("]")]
+        return sequence(parts)
 
     def _call(self, tool: ToolSpec) -> Node:
         fmt = self._format
         body = fmt.body
         if isinstance(body, JsonBody):
             begin = f'{{"{body.name_key}": {json.dumps(tool.name)}, "{body.arguments_key}": '
-            parts = [_const(fmt.call_begin + begin), self._arguments(tool, body)]
+            parts = [const(fmt.call_begin + begin), self._arguments(tool, body)]
             if body.id_key is not None:
-                parts += [_const(f', "{body.id_key}": "'), _regex(body.id_pattern), _const('"')]
-            return _sequence([*parts, _const("}" + fmt.call_end)])
+                parts += [const(f', "{body.id_key}": "'), regex(body.id_pattern), const('"')]
+            return sequence([*parts, const("}" + fmt.call_end)])
         begin = fmt.call_begin + body.before_name + tool.name
         if body.id_mark:
-            parts = [_const(begin + body.id_mark), _regex(body.id_pattern), _const(body.after_name)]
+            parts = [const(begin + body.id_mark), regex(body.id_pattern), const(body.after_name)]
         else:
-            parts = [_const(begin + body.after_name)]
-        return _sequence([*parts, self._arguments(tool, body), _const(fmt.call_end)])
+            parts = [const(begin + body.after_name)]
+        return sequence([*parts, self._arguments(tool, body), const(fmt.call_end)])
 
     def _arguments(self, tool: ToolSpec, body: JsonBody | HeaderBody) -> Node:
-        style = "json"
-        if isinstance(body, HeaderBody) and body.params is not None:
-            style = body.params.grammar_style
         # `strict: false` is no licence for arguments like 5: the schema is held all the same.
-        return self._schema_node(tool.name, tool.schema(), style)
+        lowered = self._lower(tool.name, tool.schema())
+        if isinstance(body, JsonBody) or body.params is None:
+            return json_value(lowered.schema)
 
-    def _schema_node(self, owner: str, schema: dict[str, Any] | bool, style: str = "json") -> Node:
+        def lose(path: str, reason: str) -> None:
+            self._fall_back(tool.name, Loss(path, reason))
+
+        return ParamGrammar(body.params, lowered.schema, lose).arguments(lowered.schema)
+
+    def _lower(self, owner: str, schema: dict[str, Any] | bool) -> LoweredSchema:
         if owner in self._loosen:
-            lowered = LoweredSchema(
-                {"type": "object"}, (Loss("", "the grammar could not be compiled in its budget"),)
-            )
+            loss = Loss("", "the grammar could not be compiled in its budget")
+            lowered = LoweredSchema({"type": "object"}, (loss,))
         else:
             lowered = lower_schema(schema, must_be_object=owner != RESPONSE_FORMAT)
-        self.fallbacks += [Fallback(owner, loss.reason, loss.path) for loss in lowered.losses]
-        if style != "json" and lowered.schema == {"type": "object", "properties": {}}:
-            return _const("")  # the style's own rule for it admits nothing but blanks
-        node: Node = {
-            "type": "json_schema",
-            "json_schema": lowered.schema,
-            "max_whitespace_cnt": MAX_WHITESPACE,
-        }
-        if style != "json":
-            node["style"] = style
-        return node
+        for loss in lowered.losses:
+            self._fall_back(owner, loss)
+        return lowered
+
+    def _fall_back(self, owner: str, loss: Loss) -> None:
+        fallback = Fallback(owner, loss.reason, loss.path)
+        if fallback not in self.fallbacks:
+            self.fallbacks.append(fallback)
 
     # -- reasoning -------------------------------------------------------------------------
 
     def with_reasoning(
         self, turn: Node | None, reasoning: Reasoning, budget: int | None
     ) -> Node | None:
+        """The turn behind its reasoning: open already (`on`), or opened by the model or not."""
         tags = self._format.reasoning
         if tags is None or reasoning == "off":
             return turn
         if turn is None and budget is None:
             return None
-        thought: Node = _text([tags.begin.strip(), tags.end.strip()])
-        if budget is not None:
-            thought["max_tokens"] = budget
-        rest = turn if turn is not None else {"type": "any_text"}
-        closed = [thought, _const(tags.end + tags.layout_after_end), rest]
+        thought = text([tags.begin.strip(), tags.end.strip()], max_tokens=budget)
+        rest = turn if turn is not None else text()
+        closed = [thought, const(tags.end + tags.layout_after_end), rest]
         if reasoning == "on":
-            return _sequence(closed)
-        opened = _sequence([_const(tags.begin + tags.layout_after_begin), *closed])
-        return _any_of([opened, rest])
+            return sequence(closed)
+        return any_of([sequence([const(tags.begin + tags.layout_after_begin), *closed]), rest])
 
 
-def _text(excludes: list[str]) -> Node:
-    return {"type": "any_text", "excludes": excludes} if excludes else {"type": "any_text"}
-
-
-def _const(value: str) -> Node:
-    return {"type": "const_string", "value": value}
-
-
-def _regex(pattern: str) -> Node:
-    return {"type": "regex", "pattern": pattern}
-
-
-def _any_of(nodes: list[Node]) -> Node:
-    return nodes[0] if len(nodes) == 1 else {"type": "or", "elements": nodes}
-
-
-def _sequence(nodes: list[Node]) -> Node:
-    """Neighbouring constants joined, empty ones dropped, sequences flattened."""
-    joined: list[Node] = []
-    for node in nodes:
-        for part in node["elements"] if node["type"] == "sequence" else [node]:
-            if part["type"] == "const_string" and joined and joined[-1]["type"] == "const_string":
-                joined[-1] = _const(joined[-1]["value"] + part["value"])
-            else:
-                joined.append(part)
-    joined = [n for n in joined if n["type"] != "const_string" or n["value"]]
-    if not joined:
-        return _const("")
-    return joined[0] if len(joined) == 1 else {"type": "sequence", "elements": joined}
-
-
-def _strip_const(node: Node, prefix: str) -> Node:
-    """The node without the constant text that it starts with."""
-    if node["type"] == "const_string":
-        return _const(node["value"].removeprefix(prefix))
-    if node["type"] == "or":
-        return _any_of([_strip_const(n, prefix) for n in node["elements"]])
-    first, *rest = node["elements"]
-    return _sequence([_strip_const(first, prefix), *rest])
+def _is_free(answer: Node | None) -> bool:
+    """Whether any text is an answer."""
+    return answer is None or answer["type"] == "any_text"

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tools_schema.errors import InvalidSchemaError
-from tools_schema.param_types import property_types
 from tools_schema.schema_check import check_schema
 
 Shape = Literal["auto", "responses", "chat", "anthropic"]
@@ -49,10 +48,6 @@ class ToolSpec:
         if self.parameters is None:
             return {"type": "object", "properties": {}}
         return self.parameters
-
-    def property_types(self) -> dict[str, frozenset[str]]:
-        """The JSON types each declared parameter may have."""
-        return property_types(self.schema())
 
 
 @dataclass(frozen=True, slots=True)

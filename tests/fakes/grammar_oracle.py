@@ -65,28 +65,39 @@ class RandomWalker:
         )
         self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         self._size = len(token_bytes)
-        self._pull = np.array([_pull_of(b) for b in token_bytes], dtype=np.float64)
+        self._closing = np.array([bytes(b) in _CLOSING for b in token_bytes])
+        self._closing[eos_id] = True
 
     def compile(self, plan: GrammarPlan) -> xgrammar.CompiledGrammar:
         assert plan.text is not None
         return self._compiler.compile_structural_tag(plan.text)
 
     def walk(
-        self, grammar: xgrammar.CompiledGrammar, seed: int, most_tokens: int, start: bytes = b""
+        self,
+        grammar: xgrammar.CompiledGrammar,
+        seed: int,
+        most_tokens: int,
+        *,
+        start: bytes = b"",
+        closers: Sequence[bytes] = (),
     ) -> tuple[list[bytes], bool]:
-        """The tokens' bytes, and whether the grammar was finished within `most_tokens`."""
+        """The pieces written, and whether the grammar was finished within `most_tokens`.
+
+        `closers`: markers that a random walk would never spell; each is tried now and then.
+        """
         rng = random.Random(seed)
         matcher = xgrammar.GrammarMatcher(grammar)
         mask = np.zeros((1, (self._size + 31) // 32), dtype=np.int32)
         pieces = [start] if start else []
-        if start:
-            assert matcher.accept_string(start)
+        assert not start or matcher.accept_string(start)
         for step in range(most_tokens):
+            if closers and rng.random() < 0.15:
+                closer = rng.choice(closers)
+                if matcher.accept_string(closer):
+                    pieces.append(closer)
             matcher.fill_next_token_bitmask(mask)
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._size]
-            allowed = np.flatnonzero(bits)
-            assert len(allowed), "the grammar leaves no token"
-            token_id = self._pick(allowed, rng, step)
+            token_id = self._pick(bits.astype(bool), rng, step)
             assert matcher.accept_token(token_id)
             if token_id == self._eos_id:
                 return pieces, True
@@ -94,12 +105,12 @@ class RandomWalker:
         return pieces, False
 
     def _pick(self, allowed: np.ndarray, rng: random.Random, step: int) -> int:
-        weights = 1.0 + self._pull[allowed] * len(allowed) * min(1.0, step / 24)
-        weights[allowed == self._eos_id] += len(allowed)
-        total = np.cumsum(weights)
-        return int(allowed[np.searchsorted(total, rng.random() * total[-1], side="right")])
+        closing = np.flatnonzero(allowed & self._closing)
+        if len(closing) and rng.random() < min(0.6, step / 30):
+            return int(closing[rng.randrange(len(closing))])
+        every = np.flatnonzero(allowed)
+        assert len(every), "the grammar leaves no token"
+        return int(every[rng.randrange(len(every))])
 
 
-def _pull_of(token: bytes) -> float:
-    """How much a token helps to end a value."""
-    return 1.0 if token in (b'"', b"}", b"]", b'"}', b"}}", b"<", b"</", b"true", b"null") else 0.0
+_CLOSING = frozenset((b'"', b"}", b"]", b'"}', b"}}", b"<", b"</", b"true", b"null"))

@@ -58,11 +58,17 @@ AUTO = parse_tool_choice("auto", TOOLS)
 # Texts that look like markup of some family inside a JSON string.
 NASTY = 'a "q" \\ </tool_call> {"x": [1} <think> \n\t line\u2028 caf\u00e9 \U0001f600 ]'
 
-LIST = CallText(name="list_dir", arguments='{"path": "src", "depth": 2}')
+LIST = CallText(name="list_dir", arguments='{"path": "src", "depth": 2}', call_id="aB3dE6gH9")
 FLAGS = CallText(
-    name="set_flags", arguments='{"flags": ["a", "b"], "level": null, "options": {"deep": true}}'
+    name="set_flags",
+    arguments='{"flags": ["a", "b"], "level": null, "options": {"deep": true}}',
+    call_id="bB3dE6gH9",
 )
-TIME = CallText(name="get_time", arguments="{}")
+TIME = CallText(name="get_time", arguments="{}", call_id="cB3dE6gH9")
+
+
+def list_call(arguments: str) -> CallText:
+    return CallText(name="list_dir", arguments=arguments, call_id="dB3dE6gH9")
 
 
 def call_ids() -> Callable[[], str]:
@@ -159,4 +165,8 @@ def check_event_rules(events: list[Event]) -> None:
 
 def turn_text(tool_format: ToolFormat, text: str, calls: list[CallText]) -> str:
     """A turn as the family's model writes it."""
-    return text + (tool_format.lead if calls else "") + render_calls(tool_format, calls)
+    if not calls:
+        return tool_format.text_begin + text
+    if text and tool_format.preamble is not None:
+        text = text.join(tool_format.preamble)
+    return text + render_calls(tool_format, calls)

@@ -18,7 +18,7 @@ from tests.fakes.schema_suite import (
     lowered,
     suite_groups,
 )
-from tools_schema.structural_tag import MAX_WHITESPACE
+from tools_schema.grammar_nodes import MAX_WHITESPACE
 from tools_schema.validation import SchemaValidator
 
 

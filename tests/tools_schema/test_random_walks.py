@@ -25,7 +25,7 @@ from tests.fakes.tool_samples import (
     text_of,
     turn_text,
 )
-from tools_schema.formats.base import ToolFormat
+from tools_schema.formats.base import HeaderBody, ToolFormat
 from tools_schema.formats.registry import FORMATS
 from tools_schema.structural_tag import build_structural_tag
 from tools_schema.tool_choice import parse_tool_choice
@@ -33,7 +33,7 @@ from tools_schema.tool_spec import ToolSet, parse_tools
 from tools_schema.validation import validate_arguments
 
 _SETS = Path(__file__).parents[1] / "data" / "tool_sets"
-_MOST_TOKENS = 600
+_MOST_TOKENS = 300
 _BOUNDED = parse_tools(
     [
         {
@@ -88,6 +88,13 @@ def _agents(name: str) -> ToolSet:
     return parse_tools(json.loads((_SETS / f"{name}.json").read_text()), skip_unknown=True)
 
 
+def _closers(fmt: ToolFormat) -> list[bytes]:
+    found = [fmt.call_end, fmt.section_end, *(fmt.preamble or ())]
+    if isinstance(fmt.body, HeaderBody) and fmt.body.params is not None:
+        found += [fmt.body.params.end] * 3
+    return [marker.encode() for marker in found if marker]
+
+
 def _walk_and_check(
     fmt: ToolFormat, tools: ToolSet, raw_choice: object, seeds: range, start: str = "", low: int = 0
 ) -> int:
@@ -98,7 +105,9 @@ def _walk_and_check(
     grammar = _walker().compile(plan)
     num_ended = 0
     for seed in seeds:
-        pieces, ended = _walker().walk(grammar, seed, _MOST_TOKENS, start.encode())
+        pieces, ended = _walker().walk(
+            grammar, seed, _MOST_TOKENS, start=start.encode(), closers=_closers(fmt)
+        )
         reason = "stop" if ended else "length"
         events = parse(fmt, pieces, reason=reason, toolset=tools, choice=choice)
         check_event_rules(events)
@@ -118,24 +127,26 @@ def _walk_and_check(
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_forced_calls_always_validate(fmt: ToolFormat) -> None:
-    assert _walk_and_check(fmt, _BOUNDED, "required", range(12)) >= 6
-    assert _walk_and_check(fmt, TOOLS, "required", range(6), low=2) >= 1
+    assert _walk_and_check(fmt, _BOUNDED, "required", range(12)) >= 3
+    if fmt.max_calls is None:
+        assert _walk_and_check(fmt, TOOLS, "required", range(6), low=2) >= 1
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
 def test_calls_that_the_model_chose_to_make_validate_too(fmt: ToolFormat) -> None:
-    whole = turn_text(fmt, "", [])
-    assert whole == ""
-    opening = "" if fmt.is_bare else "So: " + fmt.lead + fmt.open_marker
-    assert _walk_and_check(fmt, _BOUNDED, "auto", range(8), opening) >= 3
-    assert _walk_and_check(fmt, _BOUNDED, "auto", range(4), "So: ") >= 0
+    text = turn_text(fmt, "So: ", [])
+    opening = "" if fmt.is_bare or fmt.text_begin else text
+    if not fmt.is_bare:
+        opening += fmt.lead + fmt.open_marker
+    assert _walk_and_check(fmt, _BOUNDED, "auto", range(8), opening) >= 1
+    assert _walk_and_check(fmt, _BOUNDED, "auto", range(4), text) >= 1
 
 
 @pytest.mark.parametrize("name", ["claude_code_like", "opencode_like", "codex_like", "mcp_like"])
 def test_real_agents_tools_are_called_validly(name: str) -> None:
-    fmt = random.Random(name).choice(FORMATS)
     tools = _agents(name)
-    assert _walk_and_check(fmt, tools, "required", range(8)) >= 1
+    for fmt in random.Random(name).sample(FORMATS, 3):
+        assert _walk_and_check(fmt, tools, "required", range(4)) >= 1
 
 
 def test_a_forced_call_needs_no_luck_to_end() -> None:

@@ -28,7 +28,9 @@ from tools_schema.rendering import CallText
 
 _BY_NAME = {fmt.name: fmt for fmt in FORMATS}
 _NASTY_CALL = CallText(
-    name="list_dir", arguments=json.dumps({"path": NASTY, "depth": -3}, ensure_ascii=False)
+    name="list_dir",
+    arguments=json.dumps({"path": NASTY, "depth": -3}, ensure_ascii=False),
+    call_id="eB3dE6gH9",
 )
 
 
@@ -43,7 +45,8 @@ def _recorded(fmt: ToolFormat) -> list[str]:
     ]
     if fmt.reasoning is not None:
         tags = fmt.reasoning
-        thought = f"{tags.begin}\nhm, {turns[0]}\n{tags.end}\n\n"
+        inside = turns[0].replace(tags.end, "")
+        thought = f"{tags.begin}\nhm, {inside}\n{tags.end}\n\n"
         turns += [thought + turn for turn in turns[:2]]
     return turns
 
@@ -64,13 +67,13 @@ def test_recorded_turns_parse_the_same_in_every_chunking(name: str) -> None:
         data = turn.encode()
         whole = parse(fmt, [data])
         check_event_rules(whole)
-        for size in (1, 2, 3, 5, 7, 16):
+        for size in (1, 2, 3, 7):
             pieces = [data[i : i + size] for i in range(0, len(data), size)]
             assert parse(fmt, pieces) == whole, size
-        for _ in range(20):
+        for _ in range(8):
             sizes = [rng.randrange(0, 12) for _ in range(len(data) // 4)]
             assert parse(fmt, _chunks(data, sizes)) == whole
-        for cut in range(0, len(data), 3):
+        for cut in range(0, len(data), 7):
             assert parse(fmt, [data[:cut], data[cut:]]) == whole
 
 
@@ -100,12 +103,13 @@ def _cannot_write(fmt: ToolFormat, text: str) -> bool:
 @pytest.mark.parametrize("name", list(_BY_NAME))
 def test_a_turn_cut_at_any_byte_has_no_call_that_the_whole_has_not(name: str) -> None:
     fmt = _BY_NAME[name]
-    for turn in _recorded(fmt):
+    for number, turn in enumerate(_recorded(fmt)):
         data = turn.encode()
         whole = parse(fmt, [data])
         full = {e.index: e.arguments for e in whole if isinstance(e, ToolCallEnd)}
         complete = calls_of(whole)
-        for cut in range(len(data)):
+        step = 1 if number == 0 else 6  # every byte of one turn, every part of the others
+        for cut in range(0, len(data), step):
             for reason in ("length", "stop"):
                 events = parse(fmt, [data[:cut]], reason=reason)
                 check_event_rules(events)
@@ -114,6 +118,8 @@ def test_a_turn_cut_at_any_byte_has_no_call_that_the_whole_has_not(name: str) ->
                 for event in events:
                     if isinstance(event, ToolCallArgs):
                         assert full[event.index].startswith(event.delta.rstrip("\ufffd"))
+            if cut % 4:
+                continue
             one_by_one = [data[i : i + 1] for i in range(cut)]
             assert parse(fmt, one_by_one, reason="length") == parse(
                 fmt, [data[:cut]], reason="length"
@@ -140,7 +146,7 @@ def _fragments(fmt: ToolFormat) -> st.SearchStrategy[bytes]:
 
 
 @pytest.mark.parametrize("name", list(_BY_NAME))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_garbage_parses_the_same_in_every_chunking(name: str, data: st.DataObject) -> None:
     fmt = _BY_NAME[name]
@@ -158,11 +164,11 @@ def test_garbage_parses_the_same_in_every_chunking(name: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("name", list(_BY_NAME))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(text=st.text(max_size=60))
 def test_prose_without_markers_comes_out_unchanged(name: str, text: str) -> None:
     fmt = _BY_NAME[name]
-    if any(marker in text for marker in fmt.markers()) or (fmt.is_bare and "{" in text):
+    if any(marker in text for marker in fmt.markers() if marker) or (fmt.is_bare and "{" in text):
         return
     assert (
         text_of(parse(fmt, text.encode("utf-8", "replace").decode()))

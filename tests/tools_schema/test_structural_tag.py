@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from tests.fakes.grammar_oracle import accepts, accepts_prefix
-from tests.fakes.tool_samples import FLAGS, LIST, RAW_TOOLS, TIME, TOOLS, turn_text
-from tools_schema.errors import InvalidSchemaError, ReasoningUnsupportedError
+from tests.fakes.tool_samples import FLAGS, LIST, RAW_TOOLS, TIME, TOOLS, list_call, turn_text
+from tools_schema.errors import (
+    InvalidSchemaError,
+    InvalidToolChoiceError,
+    ReasoningUnsupportedError,
+)
 from tools_schema.formats.base import ToolFormat
 from tools_schema.formats.registry import FORMATS, get_format
 from tools_schema.rendering import CallText
@@ -34,6 +38,10 @@ _CHOICES: dict[str, object] = {
 }
 
 
+def _some_calls(fmt: ToolFormat) -> list[list[CallText]]:
+    return [c for c in ([LIST], [TIME], [LIST, FLAGS, TIME]) if len(c) <= (fmt.max_calls or 9)]
+
+
 def _plan(fmt: ToolFormat, choice: object = "auto", **kwargs: Any) -> GrammarPlan:
     counts = {k: kwargs.pop(k, None) for k in ("parallel", "low", "high")}
     parsed = parse_tool_choice(
@@ -45,8 +53,9 @@ def _plan(fmt: ToolFormat, choice: object = "auto", **kwargs: Any) -> GrammarPla
 @ALL
 def test_auto_takes_text_or_calls_or_text_then_calls(fmt: ToolFormat) -> None:
     plan = _plan(fmt)
-    assert accepts(plan, "") and accepts(plan, "Hello {there} <b> [x]")
-    for calls in ([LIST], [TIME], [LIST, FLAGS, TIME]):
+    for text in ("", "Hello {there} <b> [x]"):
+        assert accepts(plan, turn_text(fmt, text, []))
+    for calls in _some_calls(fmt):
         assert accepts(plan, turn_text(fmt, "", calls))
         if not fmt.is_bare:
             assert accepts(plan, turn_text(fmt, "Let me look.\n", calls))
@@ -79,7 +88,7 @@ def test_allowed_tools_are_the_only_ones(fmt: ToolFormat) -> None:
 @ALL
 def test_none_takes_text_but_no_markup(fmt: ToolFormat) -> None:
     plan = _plan(fmt, "none")
-    assert accepts(plan, "Hello.")
+    assert accepts(plan, turn_text(fmt, "Hello.", []))
     if not fmt.is_bare:
         assert not accepts_prefix(plan, turn_text(fmt, "x ", [LIST]))
 
@@ -87,6 +96,12 @@ def test_none_takes_text_but_no_markup(fmt: ToolFormat) -> None:
 @ALL
 def test_the_number_of_calls_is_kept(fmt: ToolFormat) -> None:
     turns = [turn_text(fmt, "", [LIST, TIME, FLAGS][:n]) for n in (1, 2, 3)]
+    if fmt.max_calls == 1:
+        assert [accepts(_plan(fmt, "required"), turn) for turn in turns] == [True, False, False]
+        with pytest.raises(InvalidToolChoiceError) as caught:
+            _plan(fmt, "required", low=2)
+        assert caught.value.param == "min_tool_calls"
+        return
 
     def verdicts(**counts: Any) -> list[bool]:
         return [accepts(_plan(fmt, "required", **counts), turn) for turn in turns]
@@ -105,16 +120,16 @@ def test_arguments_must_fit_the_schema(fmt: ToolFormat) -> None:
     for choice in _CHOICES.values():
         plan = _plan(fmt, choice)
         for arguments in ('{"path": "x"}', '{"path": "x", "depth": -4}'):
-            call = CallText(name="list_dir", arguments=arguments)
+            call = list_call(arguments)
             assert accepts(plan, turn_text(fmt, "", [call]))
         for arguments in ("{}", '{"depth": 1}', '{"path": "x", "depth": [1]}', '{"paths": "x"}'):
-            call = CallText(name="list_dir", arguments=arguments)
+            call = list_call(arguments)
             assert not accepts(plan, turn_text(fmt, "", [call])), arguments
 
 
 @ALL
 def test_an_unknown_tool_cannot_be_written(fmt: ToolFormat) -> None:
-    unknown = CallText(name="rm_rf", arguments="{}")
+    unknown = CallText(name="rm_rf", arguments="{}", call_id="eB3dE6gH9")
     for choice in _CHOICES.values():
         assert not accepts(_plan(fmt, choice), turn_text(fmt, "", [unknown]))
 
@@ -173,7 +188,7 @@ def test_reasoning_without_tools_is_held_to_its_tags(fmt: ToolFormat) -> None:
     none = parse_tool_choice(None, ToolSet())
     assert build_structural_tag(ToolSet(), none, fmt).text is None
     plan = build_structural_tag(ToolSet(), none, fmt, reasoning="on", reasoning_budget=8)
-    assert accepts(plan, _thought(fmt, "hm ", opened=True) + "Hello")
+    assert accepts(plan, _thought(fmt, "hm ", opened=True) + turn_text(fmt, "Hello", []))
 
 
 @THINKING
@@ -221,9 +236,10 @@ def test_json_object_takes_any_object() -> None:
 def test_with_tools_a_turn_is_a_formatted_answer_or_calls(fmt: ToolFormat) -> None:
     response = parse_response_format({"type": "json_schema", "schema": _ANSWER})
     plan = _plan(fmt, response_format=response)
-    assert accepts(plan, '{"ok": true}') and accepts(plan, turn_text(fmt, "", [LIST]))
-    assert not accepts(plan, "yes")
-    assert not accepts(_plan(fmt, "required", response_format=response), '{"ok": true}')
+    answer = turn_text(fmt, '{"ok": true}', [])
+    assert accepts(plan, answer) and accepts(plan, turn_text(fmt, "", [LIST]))
+    assert not accepts(plan, turn_text(fmt, "yes", []))
+    assert not accepts(_plan(fmt, "required", response_format=response), answer)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,6 @@ class ParamStyle:
     begin: str
     after_key: str
     end: str
-    grammar_style: str  # the name of this style in the grammar dialect
     type_mark: str | None = None
 
 
@@ -65,8 +64,10 @@ class HeaderBody:
 
     before_name: str = ""
     after_name: str
+    also_after_name: tuple[str, ...] = ()  # what some outputs have there; read, never written
     id_mark: str = ""
     id_pattern: str = ""
+    id_has_name: bool = False  # the id in history is `before_name` NAME `id_mark` ID
     params: ParamStyle | None = None
 
 
@@ -76,7 +77,7 @@ class ToolFormat:
 
     call_begin: empty only for formats whose calls are bare JSON, a whole message of it.
     calls_as_list: the calls are the elements of one JSON list inside the section.
-    probes: texts in a chat template that give this format away; any of them is enough.
+    probes: what in a chat template gives this format away: any group, all texts of the group.
     """
 
     name: str
@@ -90,12 +91,17 @@ class ToolFormat:
     calls_as_list: bool = False
     allows_empty_list: bool = False  # `[]` says that no call is needed; text may follow
     optional_prefix: str = ""  # a marker some models put before a bare call
+    also_call_begin: str = ""  # another beginning of a call; read, never written
+    text_begin: str = ""  # what stands before a turn's text, in families that mark it
+    preamble: tuple[str, str] | None = None  # around text that is followed by a call
     dropped: tuple[str, ...] = ()  # markers between messages of one turn: neither text nor call
+    reasoning_anywhere: bool = False  # reasoning may come again later in the turn
+    max_calls: int | None = None  # more calls than this the family cannot write in one turn
     reasoning: ReasoningTags | None = None
     end_of_turn: tuple[str, ...] = ()
     id_style: Literal["minted", "sampled"] = "minted"
     architectures: tuple[str, ...] = ()
-    probes: tuple[str, ...] = ()
+    probes: tuple[tuple[str, ...], ...] = ()
     system_template: str = ""  # {tools} and {instructions}; empty: the chat template renders tools
     tools_one_per_line: bool = False  # in {tools}: one JSON object a line, else one JSON list
     result_role: str = "user"
@@ -125,5 +131,5 @@ class ToolFormat:
             found += [self.body.before_name, self.body.id_mark, self.body.after_name]
         if self.reasoning is not None:
             found += [self.reasoning.begin, self.reasoning.end]
-        found += [self.optional_prefix, *self.dropped]
+        found += [self.optional_prefix, self.text_begin, *self.dropped]
         return tuple(dict.fromkeys(m.strip() for m in found if m.strip()))

@@ -41,9 +41,9 @@ FORMAT = ToolFormat(
     end_of_turn=("<|im_end|>",),
     architectures=("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
     probes=(
-        r'<tool_call>\n{"name": ',
-        r"<tool_call>\n{\"name\": ",
-        "<tool_call></tool_call> XML tags",
+        (r'<tool_call>\n{"name": ',),
+        (r"<tool_call>\n{\"name\": ",),
+        ("<tool_call></tool_call> XML tags",),
     ),
     system_template=_SYSTEM,
     tools_one_per_line=True,

@@ -7,11 +7,36 @@ Does not know: what is in a format. A new family is one file beside this one and
 from __future__ import annotations
 
 from tools_schema.errors import UnknownFormatError
-from tools_schema.formats import hermes, llama, smollm2
+from tools_schema.formats import (
+    deepseek,
+    glm,
+    harmony,
+    hermes,
+    kimi,
+    llama,
+    minimax,
+    mistral,
+    qwen_xml,
+    smollm2,
+)
 from tools_schema.formats.base import ToolFormat
 
 # In the order in which they are guessed: the more telling probes first.
 FORMATS: tuple[ToolFormat, ...] = (
+    harmony.FORMAT,
+    kimi.FORMAT,
+    deepseek.DSML,
+    deepseek.DSML_TOOLS,
+    deepseek.FORMAT,
+    deepseek.PLAIN,
+    minimax.FORMAT,
+    qwen_xml.FORMAT,
+    qwen_xml.COMPACT,
+    glm.FORMAT,
+    glm.COMPACT,
+    mistral.WITH_IDS,
+    mistral.FORMAT,
+    mistral.LIST,
     hermes.FORMAT,
     smollm2.FORMAT,
     llama.FORMAT,
@@ -44,9 +69,13 @@ def guess_format(template_text: str | None, architecture: str | None = None) -> 
     A template says more than an architecture: fine-tunes keep the second and change the first.
     """
     for tool_format in FORMATS:
-        if template_text and any(probe in template_text for probe in tool_format.probes):
+        if template_text and _gives_away(template_text, tool_format):
             return tool_format
     for tool_format in FORMATS:
         if architecture is not None and architecture in tool_format.architectures:
             return tool_format
     return DEFAULT_FORMAT
+
+
+def _gives_away(template_text: str, tool_format: ToolFormat) -> bool:
+    return any(all(text in template_text for text in group) for group in tool_format.probes)

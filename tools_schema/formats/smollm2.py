@@ -37,6 +37,6 @@ FORMAT = ToolFormat(
     allows_empty_list=True,
     separator=", ",
     end_of_turn=("<|im_end|>",),
-    probes=("You are a helpful AI assistant named SmolLM",),
+    probes=(("You are a helpful AI assistant named SmolLM",),),
     system_template=_SYSTEM,
 )
