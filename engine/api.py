@@ -2,7 +2,8 @@
 """The contract between the API process and the engine process: wire messages, nothing else.
 
 Does not know: HTTP, sessions, chat templates, torch. Every message is a msgspec tagged union
-member; token ids travel as raw little-endian int32 bytes, never as JSON numbers.
+member; token ids travel as raw little-endian int32 bytes, never as JSON numbers. A client sends
+one EngineInput a frame, the engine an array of EngineOutput (`engine.transport`).
 """
 
 from __future__ import annotations

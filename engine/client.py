@@ -26,7 +26,7 @@ import msgspec
 from engine import api
 from engine.client_streams import KvEventQueue, OutputStream, StreamItem
 from engine.errors import EngineUnavailableError
-from engine.transport import ClientSocket, decode_output, pack_ids
+from engine.transport import ClientSocket, decode_outputs, pack_ids
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class EngineClient:
         self._hello_event = asyncio.Event()
         self._last_heard_s = 0.0
         self._streams: dict[str, OutputStream] = {}
-        self._queries: dict[str, tuple[msgspec.Struct, asyncio.Future[Any]]] = {}
+        self._queries: dict[str, tuple[api.EngineInput, asyncio.Future[Any]]] = {}
         self._query_ids = itertools.count()
         self._restart_callbacks: list[Callable[[api.EngineHello], None]] = []
         self._kv_queues: list[KvEventQueue] = []
@@ -222,7 +222,7 @@ class EngineClient:
     # Inside -------------------------------------------------------------------------------
 
     async def _run_stream(
-        self, stream: OutputStream, first: msgspec.Struct, abort_on_close: bool
+        self, stream: OutputStream, first: api.EngineInput, abort_on_close: bool
     ) -> AsyncGenerator[StreamItem, None]:
         if stream.request_id in self._streams:
             raise ValueError(f"request_id = {stream.request_id!r}: already in flight")
@@ -243,7 +243,7 @@ class EngineClient:
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
 
-    async def _send(self, message: msgspec.Struct) -> None:
+    async def _send(self, message: api.EngineInput) -> None:
         if self._socket is None:
             raise EngineUnavailableError("the engine client is not started, or was closed")
         await self._socket.send(message)
@@ -252,7 +252,7 @@ class EngineClient:
         return f"q{next(self._query_ids)}"
 
     async def _ask(
-        self, kind: type[ReplyT], query_id: str, message: msgspec.Struct, timeout_s: float
+        self, kind: type[ReplyT], query_id: str, message: api.EngineInput, timeout_s: float
     ) -> ReplyT:
         future: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = (message, future)
@@ -274,11 +274,12 @@ class EngineClient:
             frame = await self._socket.receive()
             self._last_heard_s = time.monotonic()
             try:
-                message = decode_output(frame)
+                messages = decode_outputs(frame)
             except msgspec.DecodeError as error:
                 logger.warning("dropped a frame that is no engine message: %s", error)
                 continue
-            await self._route(message)
+            for message in messages:
+                await self._route(message)
 
     async def _route(self, message: api.EngineOutput) -> None:
         match message:

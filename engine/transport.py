@@ -2,7 +2,9 @@
 """The wire between API process and engine: a ROUTER in the engine, a DEALER in each client.
 
 Both ends may die and come back: the engine binds the same Unix socket again, a DEALER reconnects
-by itself. A message is one msgspec MessagePack frame. Does not know: what the messages mean.
+by itself. A client sends one message a frame (MessagePack); the engine sends an array of messages,
+all that a step has for that client, because a frame costs it more than a message. Does not know:
+what the messages mean.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -30,12 +33,19 @@ RECONNECT_MS = 50
 
 _ENCODER = msgspec.msgpack.Encoder()
 _INPUT_DECODER: msgspec.msgpack.Decoder[EngineInput] = msgspec.msgpack.Decoder(EngineInput)
-_OUTPUT_DECODER: msgspec.msgpack.Decoder[EngineOutput] = msgspec.msgpack.Decoder(EngineOutput)
+_OUTPUT_DECODER: msgspec.msgpack.Decoder[list[EngineOutput]] = msgspec.msgpack.Decoder(
+    list[EngineOutput]
+)
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    """One wire frame."""
+def encode_input(message: EngineInput) -> bytes:
+    """The frame of one message to the engine."""
     return _ENCODER.encode(message)
+
+
+def encode_outputs(messages: Sequence[EngineOutput]) -> bytes:
+    """The frame of messages to one client, in order."""
+    return _ENCODER.encode(messages)
 
 
 def decode_input(frame: bytes) -> EngineInput:
@@ -43,7 +53,7 @@ def decode_input(frame: bytes) -> EngineInput:
     return _INPUT_DECODER.decode(frame)
 
 
-def decode_output(frame: bytes) -> EngineOutput:
+def decode_outputs(frame: bytes) -> list[EngineOutput]:
     """What the engine sent. Raises: msgspec.DecodeError."""
     return _OUTPUT_DECODER.decode(frame)
 
@@ -105,7 +115,8 @@ class EngineSocket:
     def send(self, peer: bytes, frame: bytes) -> bool:
         """Queue a frame for `peer`; False if the peer is gone or its queue is full."""
         try:
-            self.socket.send_multipart((peer, frame), zmq.NOBLOCK)
+            self.socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
+            self.socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
@@ -144,9 +155,9 @@ class ClientSocket:
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.connect(endpoint(socket_path))
 
-    async def send(self, message: msgspec.Struct) -> None:
+    async def send(self, message: EngineInput) -> None:
         """Queue a message; it is sent when the engine is there."""
-        await self._socket.send(encode(message))
+        await self._socket.send(encode_input(message))
 
     async def receive(self) -> bytes:
         """The next frame."""

@@ -26,23 +26,34 @@ class BatchBuilder:
     def build(self, plan: Plan) -> tuple[ForwardBatch, NDArray[np.int32]]:
         """The tensors of `plan`, and its page table deltas [D, 3] (slot, index, page)."""
         starts, lens = plan.row_starts, plan.row_lens
-        indptr = np.zeros(len(lens) + 1, dtype=np.int32)
-        np.cumsum(lens, out=indptr[1:])
-        positions = np.repeat(starts - indptr[:-1], lens) + np.arange(indptr[-1], dtype=np.int32)
+        num_rows, num_tokens = len(lens), len(plan.input_ids)
+        indptr = np.zeros(num_rows + 1, dtype=np.int32)
+        lens.cumsum(out=indptr[1:])
+        positions = np.repeat(starts - indptr[:-1], lens)
+        positions += np.arange(num_tokens, dtype=np.int32)
+        arrays = (
+            plan.input_ids,
+            positions,
+            plan.slot_mapping,
+            indptr,
+            plan.row_slots,
+            starts + lens,
+            plan.row_samples.nonzero()[0].astype(np.int32),
+            plan.page_copies.reshape(-1),
+        )
+        # One copy and one hand-over to torch: each costs more than the numbers in it.
+        packed = torch.from_numpy(np.concatenate(arrays))
+        parts = packed.split_with_sizes([len(array) for array in arrays])
         batch = ForwardBatch(
             step_id=plan.step_id,
-            input_ids=_copy(plan.input_ids),
-            positions=_copy(positions),
-            slot_mapping=_copy(plan.slot_mapping),
-            row_indptr=_copy(indptr),
-            row_slots=_copy(plan.row_slots),
-            seq_lens=_copy(starts + lens),
-            sample_rows=_copy(np.flatnonzero(plan.row_samples)),
+            input_ids=parts[0],
+            positions=parts[1],
+            slot_mapping=parts[2],
+            row_indptr=parts[3],
+            row_slots=parts[4],
+            seq_lens=parts[5],
+            sample_rows=parts[6],
             page_table=self._page_table,
-            page_copies=_copy(plan.page_copies),
+            page_copies=parts[7].view(-1, 3),
         )
         return batch, np.array(plan.page_deltas, dtype=np.int32)
-
-
-def _copy(array: NDArray[np.integer]) -> torch.Tensor:
-    return torch.from_numpy(np.array(array, dtype=np.int32))

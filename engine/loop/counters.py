@@ -14,7 +14,7 @@ from engine.execution.executor import StepResult
 
 @dataclass(slots=True)
 class Counters:
-    """Totals. `host_ms` is the loop's own time per step: planning, building, committing."""
+    """Totals. `host_ms` is the loop's own CPU time for steps: planning, building, committing."""
 
     num_requests: int = 0
     num_refused: int = 0

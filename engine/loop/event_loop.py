@@ -10,6 +10,7 @@ how tokens are computed or chosen.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from engine.loop.grammar_desk import GrammarDesk
 from engine.loop.outbox import Outbox
 from engine.loop.request_desk import RequestDesk
 from engine.loop.requests import Request
-from engine.sampling.params import RowSampling, SampleBatch
+from engine.sampling.params import ALREADY_SET, RowSampling, SampleBatch
 
 MAX_STEPS_IN_FLIGHT = 2
 MAX_FAILED_STEPS_IN_A_ROW = 3
@@ -83,6 +84,7 @@ class EngineLoop:
             self._next_housekeeping_ms = now_ms + HOUSEKEEPING_MS
             self._desk.forget_old(now_ms)
             self._outbox.forget_silent(now_ms)
+        self._outbox.flush()
 
     def wait_ms(self) -> int:
         """How long nothing needs a turn, if nobody wakes the loop."""
@@ -100,7 +102,7 @@ class EngineLoop:
 
     def _dispatch_next(self) -> bool:
         """Plan a step and hand it to the executor; False if there is nothing to run."""
-        start_ns = time.perf_counter_ns()
+        start_ns = time.thread_time_ns()
         plan = self._control.next_plan(self._now_ms())
         for admission in plan.admissions:
             self._desk.admit(admission)
@@ -114,7 +116,7 @@ class EngineLoop:
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._open_masks(step)
-        self._counters.note_plan(step.num_tokens, time.perf_counter_ns() - start_ns)
+        self._counters.note_plan(step.num_tokens, time.thread_time_ns() - start_ns)
         return True
 
     def _sampling_of(
@@ -129,6 +131,7 @@ class EngineLoop:
             slots=plan.row_slots[places].astype(np.int64),
             positions=(plan.row_starts + plan.row_lens)[places] - prompt_lens,
             bitmask=self._bitmask[: len(sampled)] if has_grammar else None,
+            mask_ready=threading.Event() if has_grammar else ALREADY_SET,
         )
         return batch, sampled
 
@@ -141,10 +144,10 @@ class EngineLoop:
                 if request.matcher is not None and request.outcome is None:
                     is_early = request.num_output < request.params.min_new_tokens
                     request.matcher.fill(bitmask, row, forbid_stop=is_early)
-        step.sampling.mask_ready.set()
+            step.sampling.mask_ready.set()
 
     def _commit(self, result: StepResult) -> None:
-        start_ns = time.perf_counter_ns()
+        start_ns = time.thread_time_ns()
         step = self._in_flight.popleft()
         assert step.step_id == result.step_id
         committed = commit(step, result)
@@ -152,9 +155,10 @@ class EngineLoop:
             self._open_masks(self._in_flight[0])
         for request, message in committed.messages:
             self._outbox.publish(request, message)
+        self._outbox.flush()  # tokens first; the scheduler and the next plan can wait
         for ended in self._control.advance([committed.step_done]):
             self._desk.end(ended)
-        self._counters.note_commit(result, committed.num_sampled, time.perf_counter_ns() - start_ns)
+        self._counters.note_commit(result, committed.num_sampled, time.thread_time_ns() - start_ns)
         self._num_failed_steps = 0 if result.error is None else self._num_failed_steps + 1
         if self._num_failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
             raise StepsKeepFailingError(result.error)

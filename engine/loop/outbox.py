@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who hears what: the peers of the engine's socket, and the messages of a request to its readers.
 
-A peer that is gone, or so far behind that its queue is full, loses its subscriptions; it asks
-again with `AttachRequest`. Does not know: steps, the scheduler.
+A peer that is gone, or so far behind that its queue is full, is told nothing until it says
+something; it asks for what it missed with `AttachRequest`. Does not know: steps, the scheduler.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
-import msgspec
-
 from engine import api
 from engine.loop.requests import Request
-from engine.transport import encode
+from engine.transport import encode_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +30,19 @@ class FrameSink(Protocol):
 
 
 class Outbox:
-    """Sends, and keeps the list of peers."""
+    """Collects what peers are told until `flush`, and keeps the list of peers."""
 
     def __init__(self, sink: FrameSink, hello: api.EngineHello) -> None:
         self._sink = sink
-        self._hello = encode(hello)
+        self._hello = hello
         self._last_heard_ms: dict[bytes, int] = {}
         self._kv_peers: dict[bytes, None] = {}
+        self._pending: dict[bytes, list[api.EngineOutput]] = {}
 
     def heard_of(self, peer: bytes, now_ms: int) -> None:
         """Note a message of `peer`; one that is new is greeted."""
         if peer not in self._last_heard_ms:
-            self._sink.send(peer, self._hello)
+            self.reply(peer, self._hello)
         self._last_heard_ms[peer] = now_ms
 
     def forget_silent(self, now_ms: int) -> None:
@@ -52,18 +51,13 @@ class Outbox:
             if now_ms - heard_ms > PEER_SILENCE_MS:
                 self._forget(peer)
 
-    def reply(self, peer: bytes, message: msgspec.Struct) -> None:
-        """Send one message to one peer."""
-        if not self._sink.send(peer, encode(message)):
-            self._forget(peer)
+    def reply(self, peer: bytes, message: api.EngineOutput) -> None:
+        """Tell one peer."""
+        self._pending.setdefault(peer, []).append(message)
 
-    def publish(self, request: Request, message: msgspec.Struct) -> None:
-        """Send a message to every reader of `request`."""
-        if not request.subscribers:
-            return
-        frame = encode(message)
-        for peer in self._unreached(request.subscribers, frame):
-            del request.subscribers[peer]
+    def publish(self, request: Request, message: api.EngineOutput) -> None:
+        """Tell every reader of `request`."""
+        self._tell(request.subscribers, message)
 
     def subscribe_kv(self, peer: bytes, enabled: bool) -> None:
         """Send KV events to `peer`, or stop."""
@@ -78,15 +72,26 @@ class Outbox:
         return bool(self._kv_peers)
 
     def publish_kv(self, batch: api.KvEventBatch) -> None:
-        """Send cache changes to whoever subscribed."""
-        for peer in self._unreached(self._kv_peers, encode(batch)):
-            self._forget(peer)
+        """Tell of cache changes whoever subscribed."""
+        self._tell(self._kv_peers, batch)
 
-    def _unreached(self, peers: Iterable[bytes], frame: bytes) -> list[bytes]:
-        return [peer for peer in peers if not self._sink.send(peer, frame)]
+    def flush(self) -> None:
+        """Send everything, one frame a peer."""
+        if not self._pending:
+            return
+        for peer, messages in self._pending.items():
+            if not self._sink.send(peer, encode_outputs(messages)):
+                self._forget(peer)
+        self._pending = {}
+
+    def _tell(self, peers: Iterable[bytes], message: api.EngineOutput) -> None:
+        for peer in peers:
+            if peer in self._last_heard_ms:
+                self._pending.setdefault(peer, []).append(message)
 
     def _forget(self, peer: bytes) -> None:
-        # Should it come back, the greeting makes it subscribe again.
-        self._last_heard_ms.pop(peer, None)
+        # Should it come back, the greeting makes it subscribe again, and it asks for what of its
+        # requests it has missed.
+        if self._last_heard_ms.pop(peer, None) is not None:
+            logger.info("peer %s is gone", peer.hex())
         self._kv_peers.pop(peer, None)
-        logger.info("peer %s is gone", peer.hex())

@@ -23,6 +23,9 @@ from engine.sampling.penalties import Penalties
 # Below this the distribution is its maximum to fp32 precision: such rows are greedy.
 MIN_TEMPERATURE = 1e-5
 
+ALREADY_SET = threading.Event()  # shared by every step that has no masks to wait for
+ALREADY_SET.set()
+
 _NO_IDS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
@@ -62,7 +65,7 @@ class SampleBatch:
     slots: NDArray[np.int64]
     positions: NDArray[np.int64]  # output tokens of the request before this one
     bitmask: NDArray[np.int32] | None = None
-    mask_ready: threading.Event = field(default_factory=threading.Event)
+    mask_ready: threading.Event = ALREADY_SET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

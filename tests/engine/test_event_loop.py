@@ -15,7 +15,7 @@ from engine import api
 from engine.client import EngineClient
 from engine.sampling.params import RowSampling, uniforms
 from engine.sampling.sampler import draw
-from engine.transport import decode_output, encode, endpoint, pack_ids
+from engine.transport import decode_outputs, encode_input, endpoint, pack_ids
 from tests.fakes.live_engine import EOS, Collected, LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner, expected_tokens, hashed_script
 
@@ -425,11 +425,11 @@ def test_malformed_messages_cost_their_sender_an_answer_and_nobody_anything(
         wrong = msgspec.to_builtins(make_request("typed", [5, 6, 7]), builtin_types=(bytes,))
         wrong["sampling"]["max_new_tokens"] = "many"
         rogue.send(msgspec.msgpack.encode(wrong))
-        rogue.send(encode(api.Ping(sent_ms=1)))
+        rogue.send(encode_input(api.Ping(sent_ms=1)))
         answers = []
         while not answers or not isinstance(answers[-1], api.Pong):
             assert rogue.poll(5000), "the engine answers"
-            answers.append(decode_output(rogue.recv()))
+            answers += decode_outputs(rogue.recv())
         refusals = [a for a in answers if isinstance(a, api.Finished)]
         typed = next(a for a in refusals if a.request_id == "typed")
         assert typed.error_code == "invalid_request"

@@ -19,8 +19,9 @@ from engine.transport import (
     ClientSocket,
     EngineSocket,
     decode_input,
-    decode_output,
-    encode,
+    decode_outputs,
+    encode_input,
+    encode_outputs,
     pack_ids,
     unpack_ids,
 )
@@ -43,7 +44,7 @@ def test_every_message_survives_the_wire() -> None:
         grammar=api.GrammarSpec(kind=api.GrammarKind.EBNF, text='root ::= "x"'),
     )
     for message in (request, api.Ping(sent_ms=5), api.SubscribeKvEvents(enabled=False)):
-        assert decode_input(encode(message)) == message
+        assert decode_input(encode_input(message)) == message
     event = api.KvEvent(
         kind="stored", tier="l1", page_hash=b"a" * 16, parent_hash=b"", num_tokens=4
     )
@@ -52,12 +53,12 @@ def test_every_message_survives_the_wire() -> None:
     )
     logprobs = (api.TokenLogprobs(logprob=-0.5, top_ids=(1,), top_logprobs=(-0.5,)),)
     tokens = api.Tokens(request_id="r", start=0, token_ids=pack_ids([9]), logprobs=logprobs)
-    for output in (api.KvEventBatch(events=(event,)), finished, tokens):
-        assert decode_output(encode(output)) == output
+    outputs = [api.KvEventBatch(events=(event,)), finished, tokens]
+    assert decode_outputs(encode_outputs(outputs)) == outputs
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\xc1", b"\x80", encode(api.Pong(sent_ms=1, instance_id=""))]
+    "frame", [b"", b"\xc1", b"\x80", encode_outputs([api.Pong(sent_ms=1, instance_id="")])]
 )
 def test_what_is_no_input_message_is_a_decode_error(frame: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
@@ -81,9 +82,9 @@ def test_a_client_reconnects_to_an_engine_that_comes_back(tmp_path: Path) -> Non
             await client.send(api.Ping(sent_ms=life))
             peer, frame = await asyncio.to_thread(receive, server)
             assert decode_input(frame) == api.Ping(sent_ms=life)
-            assert server.send(peer, encode(api.Pong(sent_ms=life, instance_id="x")))
-            answer = decode_output(await asyncio.wait_for(client.receive(), 5))
-            assert answer == api.Pong(sent_ms=life, instance_id="x")
+            assert server.send(peer, encode_outputs([api.Pong(sent_ms=life, instance_id="x")]))
+            answer = decode_outputs(await asyncio.wait_for(client.receive(), 5))
+            assert answer == [api.Pong(sent_ms=life, instance_id="x")]
             server.close()
             assert not Path(path).exists()
         client.close()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from engine import api
-from engine.transport import EngineSocket, decode_input, encode, pack_ids, unpack_ids
+from engine.transport import EngineSocket, decode_input, encode_outputs, pack_ids, unpack_ids
 
 Script = Callable[[api.GenerateRequest], Sequence[int]]
 GrammarCheck = Callable[[api.GrammarSpec], tuple[str, str] | None]
@@ -137,8 +137,8 @@ class FakeEngine:
             return 5
         return max(0, min(5, int((min(due) - time.monotonic()) * 1000)))
 
-    def _send(self, peers: Sequence[bytes], message: object) -> None:
-        frame = encode(message)  # type: ignore[arg-type]
+    def _send(self, peers: Sequence[bytes], message: api.EngineOutput) -> None:
+        frame = encode_outputs([message])
         for peer in peers:
             self._socket.send(peer, frame)
 
