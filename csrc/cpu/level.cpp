@@ -5,7 +5,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <stdexcept>
 
 namespace moorage::cpu {
@@ -48,26 +47,11 @@ CpuLevel probe() {
   return refused == 0 ? CpuLevel::kAmx : CpuLevel::kAvx512;
 }
 
-std::atomic<int> g_level{-1};
-
 }  // namespace
 
 CpuLevel detect_level() {
   static const CpuLevel level = probe();
   return level;
-}
-
-CpuLevel current_level() {
-  const int level = g_level.load(std::memory_order_relaxed);
-  return level < 0 ? detect_level() : static_cast<CpuLevel>(level);
-}
-
-void set_level(CpuLevel level) {
-  if (level > detect_level()) {
-    throw std::invalid_argument("level: this CPU does not offer " +
-                                std::string(level_name(level)));
-  }
-  g_level.store(static_cast<int>(level), std::memory_order_relaxed);
 }
 
 std::string_view level_name(CpuLevel level) {
@@ -84,7 +68,9 @@ std::string_view level_name(CpuLevel level) {
 
 CpuLevel level_of_name(const std::string& name) {
   for (CpuLevel level : {CpuLevel::kPortable, CpuLevel::kAvx512, CpuLevel::kAmx}) {
-    if (name == level_name(level)) return level;
+    if (name != level_name(level)) continue;
+    if (level <= detect_level()) return level;
+    throw std::invalid_argument("level: this CPU does not offer '" + name + "'");
   }
   throw std::invalid_argument("level: got '" + name + "'; allowed: portable, avx512, amx");
 }

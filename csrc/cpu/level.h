@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which instruction level this process runs at. Does not know: kernels.
+// Which instruction levels this CPU offers. Does not know: kernels, who chooses one.
 //
-// Thread rule: detect() and current_level() from any thread; set_level() while no step runs.
+// Thread rule: everything from any thread.
 #pragma once
 
 #include <string>
@@ -16,12 +16,8 @@ enum class CpuLevel { kPortable = 0, kAvx512 = 1, kAmx = 2 };
 // state, which the first call asks for; a refused permission means kAvx512.
 CpuLevel detect_level();
 
-CpuLevel current_level();
-
-// Requires: level <= detect_level(); throws std::invalid_argument otherwise.
-void set_level(CpuLevel level);
-
 std::string_view level_name(CpuLevel level);
+// Throws std::invalid_argument where the name is unknown or this CPU does not offer the level.
 CpuLevel level_of_name(const std::string& name);
 std::vector<std::string> available_levels();
 

@@ -127,7 +127,7 @@ void LlamaModel::forward(const LlamaStep& step) {
   const std::vector<TokenPlace> places = places_of(step);
   const std::shared_ptr<ThreadPool> pool = global_pool();
   const size_t hidden = static_cast<size_t>(weights_.config.hidden);
-  const bool is_large = step.num_tokens > kSmallTokens && current_level() == CpuLevel::kAmx &&
+  const bool is_large = step.num_tokens > kSmallTokens && step.level == CpuLevel::kAmx &&
                         amx_fits(weights_.config);
   const int stride = is_large ? kSlabTokens : kSmallTokens;
   AlignedArray<float> residual(static_cast<size_t>(stride) * hidden);
@@ -144,7 +144,7 @@ void LlamaModel::forward(const LlamaStep& step) {
                   hidden * sizeof(float));
     }
   }
-  run_logits(weights_, sampled.data(), step.num_samples, *pool, step.logits);
+  run_logits(weights_, step.level, sampled.data(), step.num_samples, *pool, step.logits);
 }
 
 }  // namespace moorage::cpu

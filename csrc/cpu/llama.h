@@ -59,6 +59,7 @@ struct KvPool {
 
 // Borrowed views of one ragged step, as ForwardBatch has them; valid during the call.
 struct LlamaStep {
+  CpuLevel level = CpuLevel::kPortable;
   int num_tokens = 0;
   int num_rows = 0;
   int num_samples = 0;
@@ -102,7 +103,6 @@ class LlamaModel {
 
   const LlamaWeights weights_;
   std::mutex callers_;
-  std::vector<std::byte> scratch_;
 };
 
 // Strides of the pool in elements.
@@ -130,13 +130,13 @@ void run_small(const LlamaWeights& weights, const LlamaStep& step, const TokenPl
                const int32_t* input_ids, int count, ThreadPool& pool, float* residual);
 
 // Runs any number of consecutive tokens through all layers with AMX tiles in bf16.
-// Requires: current_level() == kAmx and amx_fits(config).
+// Requires: step.level == kAmx and amx_fits(config).
 void run_large(const LlamaWeights& weights, const LlamaStep& step, const TokenPlace* places,
                const int32_t* input_ids, int count, ThreadPool& pool, float* residual);
 bool amx_fits(const LlamaConfig& config);
 
 // logits[i] = lm_head . norm(rows[i]) for num_samples rows.
-void run_logits(const LlamaWeights& weights, const float* rows, int num_samples, ThreadPool& pool,
-                float* logits);
+void run_logits(const LlamaWeights& weights, CpuLevel level, const float* rows, int num_samples,
+                ThreadPool& pool, float* logits);
 
 }  // namespace moorage::cpu

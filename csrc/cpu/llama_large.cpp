@@ -55,7 +55,7 @@ class LargeStep {
       : w_(weights),
         c_(weights.config),
         step_(step),
-        k_(table_of(current_level())),
+        k_(table_of(step.level)),
         places_(places),
         input_ids_(input_ids),
         count_(count),

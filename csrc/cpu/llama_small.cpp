@@ -41,7 +41,7 @@ class SmallStep {
       : w_(weights),
         c_(weights.config),
         step_(step),
-        k_(table_of(current_level())),
+        k_(table_of(step.level)),
         places_(places),
         input_ids_(input_ids),
         count_(count),
@@ -259,9 +259,9 @@ void run_small(const LlamaWeights& weights, const LlamaStep& step, const TokenPl
   pool.run(small.first_items(), [&small](Team& team, int me) { small(team, me); });
 }
 
-void run_logits(const LlamaWeights& weights, const float* rows, int num_samples, ThreadPool& pool,
-                float* logits) {
-  const KernelTable& k = table_of(current_level());
+void run_logits(const LlamaWeights& weights, CpuLevel level, const float* rows, int num_samples,
+                ThreadPool& pool, float* logits) {
+  const KernelTable& k = table_of(level);
   const LlamaConfig& c = weights.config;
   const int items = (weights.lm_head.num_panels() + kPanelsPerLogitsItem - 1) / kPanelsPerLogitsItem;
   for (int first = 0; first < num_samples; first += kSmallTokens) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "amx.h"
 #include "scratch.h"
 
 namespace moorage::cpu {
@@ -56,9 +57,46 @@ void attend_token(const AttentionCall& call, const KernelTable& k, int token, in
 
 }  // namespace
 
+namespace {
+
+void linear_amx(const PackedMatrix& matrix, const float* x, int num_tokens, float* out,
+                ThreadPool& pool) {
+  const size_t padded = static_cast<size_t>(num_tokens + 2 * amx::kTileRows);
+  AlignedArray<uint16_t> tiles(padded * matrix.num_cols);
+  std::vector<AlignedArray<uint16_t>> scratch(static_cast<size_t>(pool.size()));
+  const int items = (matrix.num_panels() + 1) / 2;
+  pool.run(num_tokens, [&](Team& team, int me) {
+    amx::begin();
+    for (int token; (token = team.claim(me)) >= 0;) {
+      amx::pack_row(x + static_cast<size_t>(token) * matrix.num_cols, matrix.num_cols,
+                    tiles.data(), token);
+    }
+    team.meet(me, items);
+    scratch[me].resize(amx::scratch_elements(matrix.num_cols, false));
+    for (int item; (item = team.claim(me)) >= 0;) {
+      amx::PairProduct product;
+      product.matrix = &matrix;
+      product.panels[0] = 2 * item;
+      // An odd last panel is multiplied twice and stored once.
+      product.panels[1] = std::min(2 * item + 1, matrix.num_panels() - 1);
+      product.tokens = tiles.data();
+      product.num_tokens = num_tokens;
+      product.scratch = scratch[me].data();
+      amx::product_store(product, {out, matrix.num_rows, item * 2 * kPanelRows});
+    }
+    amx::end();
+  });
+}
+
+}  // namespace
+
 void linear(const PackedMatrix& matrix, const float* x, int num_tokens, float* out,
-            ThreadPool& pool) {
-  const KernelTable& k = table_of(current_level());
+            CpuLevel level, ThreadPool& pool) {
+  if (level == CpuLevel::kAmx && num_tokens > kTokensPerPass) {
+    linear_amx(matrix, x, num_tokens, out, pool);
+    return;
+  }
+  const KernelTable& k = table_of(level);
   ActBuffer acts(std::max(num_tokens, 1), matrix.num_cols);
   pool.run(num_tokens, [&](Team& team, int me) {
     for (int token; (token = team.claim(me)) >= 0;) {
@@ -81,8 +119,8 @@ void linear(const PackedMatrix& matrix, const float* x, int num_tokens, float* o
   });
 }
 
-void paged_attention(const AttentionCall& call, ThreadPool& pool) {
-  const KernelTable& k = table_of(current_level());
+void paged_attention(const AttentionCall& call, CpuLevel level, ThreadPool& pool) {
+  const KernelTable& k = table_of(level);
   const std::vector<int> rows = rows_of_tokens(call);
   std::vector<AlignedArray<float>> scratch(static_cast<size_t>(pool.size()));
   pool.run(static_cast<int>(rows.size()), [&](Team& team, int me) {
@@ -92,8 +130,9 @@ void paged_attention(const AttentionCall& call, ThreadPool& pool) {
   });
 }
 
-void argmax_rows(const float* logits, int num_rows, int num_cols, int32_t* out, ThreadPool& pool) {
-  const KernelTable& k = table_of(current_level());
+void argmax_rows(const float* logits, int num_rows, int num_cols, int32_t* out, CpuLevel level,
+                 ThreadPool& pool) {
+  const KernelTable& k = table_of(level);
   pool.run(num_rows, [&](Team& team, int me) {
     for (int row; (row = team.claim(me)) >= 0;) {
       out[row] = k.argmax(logits + static_cast<size_t>(row) * num_cols, num_cols);
@@ -101,8 +140,9 @@ void argmax_rows(const float* logits, int num_rows, int num_cols, int32_t* out, 
   });
 }
 
-void mask_rows(float* logits, const int32_t* mask, int num_rows, int num_cols, ThreadPool& pool) {
-  const KernelTable& k = table_of(current_level());
+void mask_rows(float* logits, const int32_t* mask, int num_rows, int num_cols, CpuLevel level,
+               ThreadPool& pool) {
+  const KernelTable& k = table_of(level);
   const int words = (num_cols + 31) / 32;
   pool.run(num_rows, [&](Team& team, int me) {
     for (int row; (row = team.claim(me)) >= 0;) {

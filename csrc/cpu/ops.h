@@ -12,6 +12,7 @@ namespace moorage::cpu {
 
 // out[t, n] = x[t] . row n of the matrix; x fp32 [num_tokens, num_cols], out [num_tokens, num_rows].
 void linear(const PackedMatrix& matrix, const float* x, int num_tokens, float* out,
+            CpuLevel level,
             ThreadPool& pool);
 
 struct AttentionCall {
@@ -29,10 +30,12 @@ struct AttentionCall {
 };
 
 // Requires: the caller has checked row_indptr, seq_lens and every page index.
-void paged_attention(const AttentionCall& call, ThreadPool& pool);
+void paged_attention(const AttentionCall& call, CpuLevel level, ThreadPool& pool);
 
-void argmax_rows(const float* logits, int num_rows, int num_cols, int32_t* out, ThreadPool& pool);
-void mask_rows(float* logits, const int32_t* mask, int num_rows, int num_cols, ThreadPool& pool);
+void argmax_rows(const float* logits, int num_rows, int num_cols, int32_t* out, CpuLevel level,
+                 ThreadPool& pool);
+void mask_rows(float* logits, const int32_t* mask, int num_rows, int num_cols, CpuLevel level,
+               ThreadPool& pool);
 
 // copies [num_copies, 3]: source page, target page, tokens. `num_planes` = layers * 2 (K and V).
 struct PageCopyCall {

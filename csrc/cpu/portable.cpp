@@ -10,6 +10,9 @@
 namespace moorage::cpu {
 namespace {
 
+// The two hot loops exist twice, once for AVX2 machines; the loader takes the one that fits.
+#define MOORAGE_ANY_X86 __attribute__((target_clones("default", "arch=haswell")))
+
 void prepare_block(const float* x32, WeightFormat format, const ActRows& acts, int row, int block) {
   (void)format;
   const size_t at = static_cast<size_t>(row) * acts.cols + static_cast<size_t>(block) * kTileCols;
@@ -19,6 +22,22 @@ void prepare_block(const float* x32, WeightFormat format, const ActRows& acts, i
 void prepare_row(const float* x, WeightFormat format, const ActRows& acts, int row) {
   (void)format;
   std::memcpy(acts.f32 + static_cast<size_t>(row) * acts.cols, x, sizeof(float) * acts.cols);
+}
+
+// out[t][lane] += x[t][col] * values[col][lane] for one tile.
+MOORAGE_ANY_X86 void multiply_tile(const float* x, size_t x_stride, int count, const float* values,
+                                   float* out) {
+  for (int t = 0; t < count; ++t) {
+    float sums[kPanelRows];
+    for (int lane = 0; lane < kPanelRows; ++lane) sums[lane] = out[t * kPanelRows + lane];
+    for (int col = 0; col < kTileCols; ++col) {
+      const float factor = x[static_cast<size_t>(t) * x_stride + col];
+      for (int lane = 0; lane < kPanelRows; ++lane) {
+        sums[lane] += factor * values[col * kPanelRows + lane];
+      }
+    }
+    for (int lane = 0; lane < kPanelRows; ++lane) out[t * kPanelRows + lane] = sums[lane];
+  }
 }
 
 // Writes the panel's 16 rows as values[col * 16 + lane], one tile.
@@ -37,15 +56,8 @@ void panel(const PackedMatrix& matrix, int index, const ActRows& acts, int first
   std::fill(out, out + static_cast<size_t>(count) * kPanelRows, 0.0F);
   for (int tile = 0; tile < matrix.num_tiles(); ++tile) {
     unpack_tile(matrix, index, tile, values);
-    for (int t = 0; t < count; ++t) {
-      const float* x = acts.f32 + static_cast<size_t>(first + t) * acts.cols + tile * kTileCols;
-      float* to = out + static_cast<size_t>(t) * kPanelRows;
-      for (int col = 0; col < kTileCols; ++col) {
-        for (int lane = 0; lane < kPanelRows; ++lane) {
-          to[lane] += x[col] * values[col * kPanelRows + lane];
-        }
-      }
-    }
+    const float* x = acts.f32 + static_cast<size_t>(first) * acts.cols + tile * kTileCols;
+    multiply_tile(x, static_cast<size_t>(acts.cols), count, values, out);
   }
 }
 
@@ -80,7 +92,7 @@ const uint16_t* key_of(const KvLayer& kv, const AttendTask& task, int token, int
          static_cast<size_t>(kv_head) * kv.head_dim;
 }
 
-void attend_head(const KvLayer& kv, const AttendTask& task, int head) {
+MOORAGE_ANY_X86 void attend_head(const KvLayer& kv, const AttendTask& task, int head) {
   const float* query = task.query + static_cast<size_t>(head) * kv.head_dim;
   float* out = task.out + static_cast<size_t>(head) * kv.head_dim;
   std::fill(out, out + kv.head_dim, 0.0F);

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused llama stack of the compiled extension.
 
-Does not know: requests, files. Arithmetic: bf16 KV, fp32 residual stream; up to 16 tokens take 8-bit
-dot products with 4- and 8-bit weights (activations quantised per 32), more take bf16 AMX tiles.
+Does not know: requests, files. Arithmetic: bf16 KV, fp32 residual stream; up to 16 tokens take
+8-bit dot products with 4- and 8-bit weights (activations quantised per 32), more
+take bf16 AMX tiles.
 """
 
 from __future__ import annotations
 
-import _cpu_kernels as ext
+import functools
+
 import torch
 
+import _cpu_kernels as ext
+from kernels.cpu.levels import register_levels
 from kernels.cpu.packing import PACKABLE_FORMATS, pack
 from kernels.errors import KernelInputError
 from kernels.llama_stack import LlamaStack, PagedRows
-from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
 
 _MIXES = {
@@ -74,20 +77,8 @@ def build_model(stack: LlamaStack) -> ext.LlamaModel:
     return model
 
 
-@register_kernel(
-    "llama_forward",
-    "cpu_fused",
-    priority=Priority.PERFORMANT,
-    device="cpu",
-    formats={
-        "kv": {"bf16"},
-        "weight": _MIXES,
-        "lm_head": PACKABLE_FORMATS,
-        "embedding": PACKABLE_FORMATS,
-    },
-    refuses=_refuses,
-)
 def llama_forward(
+    level: str,
     stack: LlamaStack,
     input_ids: torch.Tensor,
     rows: PagedRows,
@@ -110,7 +101,21 @@ def llama_forward(
             rows.page_size,
             sample_rows.numpy(),
             logits.numpy(),
+            level,
         )
     except ValueError as error:
         raise KernelInputError.of_extension(error) from error
     return logits
+
+
+register_levels(
+    "llama_forward",
+    lambda level: functools.partial(llama_forward, level),
+    formats={
+        "kv": {"bf16"},
+        "weight": _MIXES,
+        "lm_head": PACKABLE_FORMATS,
+        "embedding": PACKABLE_FORMATS,
+    },
+    refuses=_refuses,
+)

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import _cpu_kernels as ext
 import torch
 
+import _cpu_kernels as ext
 from kernels.packed_weight import PackedWeight, Weight
 
 PACKABLE_FORMATS = {"bf16", "q4_1", "q8_0"}

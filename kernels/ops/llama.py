@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from kernels.errors import KernelInputError
 from kernels.llama_stack import LlamaStack, PagedRows
 from kernels.packed_weight import weight_format
 from kernels.selection import select_kernel
