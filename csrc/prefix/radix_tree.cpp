@@ -82,12 +82,17 @@ void RadixTree::move_down(NodeRef& ref, Node& child) {
   ref.node_ = &child;
 }
 
+// Longer nodes are not lengthened or joined: a token vector of a whole context, reallocated in the
+// middle of a step, costs more than all the rest of the step.
+constexpr std::int32_t kMaxGrownLen = 8192;
+
 // Splits leave chains of nodes behind; where nothing tells parent and child apart, join them.
 void RadixTree::merge_upwards(Node* node) {
   while (!node->is_root() && node->num_users == 0) {
     Node* parent = node->parent;
     if (node->children.size() == 1 && node->leases.empty() &&
         node->children[0]->num_users == 0 &&
+        node->len() + node->children[0]->len() <= kMaxGrownLen &&
         node->children[0]->last_used_ms == node->last_used_ms) {
       merge_only_child(*node);
     }
@@ -283,7 +288,8 @@ Node& RadixTree::add_child(Node& parent, TokenSpan tokens) {
 
 // Only its sole user may lengthen a node, and not one whose end a lease marks.
 bool RadixTree::may_grow(const Node& node) const {
-  return !node.is_root() && node.is_leaf() && node.num_users == 1 && node.leases.empty();
+  return !node.is_root() && node.is_leaf() && node.num_users == 1 && node.leases.empty() &&
+         node.len() < kMaxGrownLen;
 }
 
 PageHash RadixTree::last_hash(const Node& node) const {
