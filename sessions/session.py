@@ -136,6 +136,8 @@ class Session:
         `UnresolvedToolCalls`.
         """
         self.check_ready(now_ms, expect_revision=expect_revision)
+        if turn.base_revision != self.revision:
+            raise ValueError(f"turn.base_revision: {turn.base_revision}, not {self.revision}")
         self.prepare_input(turn.input_items)
         return self.touched(now_ms, status=RUNNING, current_turn=turn.id)
 

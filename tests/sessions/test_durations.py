@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sessions.durations import format_duration, parse_duration
@@ -19,6 +19,7 @@ def test_units_are_milliseconds_to_days(text: str, duration_ms: int) -> None:
     assert parse_duration(text, path="x") == duration_ms
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=0, max_value=999_999_999))
 def test_printed_durations_read_back(duration_ms: int) -> None:
     assert parse_duration(format_duration(duration_ms), path="x") == duration_ms

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import ResponseFunctionToolCall, ResponseReasoningItem
 
@@ -196,6 +196,7 @@ def test_a_long_wrong_value_is_cut_in_the_message() -> None:
     assert len(str(caught.value)) < 300
 
 
+@settings(deadline=None)
 @given(st.text(), st.text(min_size=1, max_size=20), st.text())
 def test_text_survives_the_wire_exactly(text: str, call_id: str, arguments: str) -> None:
     items = parse_items(

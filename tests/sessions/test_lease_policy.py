@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sessions.errors import SettingError
@@ -69,6 +69,7 @@ def test_leases_are_granted_clipped_queued_or_denied(
     assert (grant.reason is None) == (state == "granted")
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 10**7),
     st.integers(0, 10**7),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sessions.lease_policy import TierTokens
@@ -82,6 +82,7 @@ events = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(events, max_size=60), st.lists(st.integers(0, 5), unique=True))
 def test_any_event_order_counts_as_a_recount_of_sets(
     log: list[tuple[str, str, int]], names: list[int]

@@ -125,6 +125,8 @@ def test_programming_errors_are_refused(session: Session) -> None:
         running.commit_turn(replace(record, revision=5), NOW_MS)
     with pytest.raises(ValueError, match="commit_turn"):
         running.end_turn(record, NOW_MS)
+    with pytest.raises(ValueError, match="base_revision: 3"):
+        session.begin_turn(replace(turn, base_revision=3), NOW_MS)
     half = FunctionCall(id="i", call_id="c", name="f", arguments="{", status="incomplete")
     with pytest.raises(ValueError, match="'c' is not complete"):
         running.commit_turn(replace(record, output_items=(half,), item_token_ends=()), NOW_MS)

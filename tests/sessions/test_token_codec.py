@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sessions import token_codec
@@ -15,6 +15,7 @@ from sessions.errors import StoreCorrupt
 ids_lists = st.lists(st.integers(min_value=0, max_value=2**31 - 1))
 
 
+@settings(deadline=None)
 @given(ids_lists)
 def test_ids_are_little_endian_int32(ids: list[int]) -> None:
     token_ids = token_codec.encode_ids(ids)
@@ -23,6 +24,7 @@ def test_ids_are_little_endian_int32(ids: list[int]) -> None:
     assert token_codec.count(token_ids) == len(ids)
 
 
+@settings(deadline=None)
 @given(ids_lists)
 def test_packed_ids_unpack_to_the_same_bytes(ids: list[int]) -> None:
     token_ids = token_codec.encode_ids(ids)
