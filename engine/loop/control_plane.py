@@ -11,10 +11,14 @@ import numpy as np
 from _scheduler import Abort, Ended, Plan, RequestSpec, Scheduler, SchedulerConfig, StepDone
 from engine import api
 from engine.config import EngineConfig
+from engine.errors import RequestError
 from engine.execution.batch import ModelRunner
 from engine.loop.outbox import Outbox
 from engine.loop.requests import Request
 from engine.transport import pack_ids, unpack_ids
+
+MAX_TOKENS = (1 << 31) - 1
+MAX_TREE_NODES = 10_000
 
 
 def build_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
@@ -71,14 +75,16 @@ class ControlPlane:
         return api.PrefixReply(query_id=message.query_id, cache=found)
 
     def drop_prefix(self, message: api.DropPrefix) -> None:
-        """Let go of a prefix. Raises: ValueError for broken ids."""
+        """Let go of a prefix. Raises: ValueError for broken ids or a length no prefix has."""
+        if not 0 <= message.keep_tokens <= MAX_TOKENS:
+            raise RequestError("keep_tokens", message.keep_tokens, f"0 to {MAX_TOKENS}")
         token_ids = unpack_ids(message.token_ids).astype(np.int32)
         self._scheduler.drop_prefix(token_ids, message.keep_tokens, message.salt)
         self._publish_changes()
 
     def tree(self, message: api.QueryTree) -> api.TreeReply:
         """A bounded snapshot of the radix tree."""
-        wanted = max(0, min(message.max_nodes, 100_000))
+        wanted = max(0, min(message.max_nodes, MAX_TREE_NODES))
         nodes = self._scheduler.tree(wanted + 1)
         return api.TreeReply(
             query_id=message.query_id,

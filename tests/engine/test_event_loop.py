@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from pathlib import Path
 
 import msgspec
@@ -434,6 +435,55 @@ def test_malformed_messages_cost_their_sender_an_answer_and_nobody_anything(
         typed = next(a for a in refusals if a.request_id == "typed")
         assert typed.error_code == "invalid_request"
         assert "$.sampling.max_new_tokens" in str(typed.error_message)
+        context.destroy(linger=0)
+        result = await run(client, make_request("fine", prompt_of(1, 4), 4))
+        assert result.finished is not None and result.finished.error_code is None
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_frames_with_random_damage_do_not_end_the_engine(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    grammar = api.GrammarSpec(kind=api.GrammarKind.REGEX, text="a+")
+    sound: list[api.EngineInput] = [
+        make_request("g", [5, 6, 7], 5, sampling={"logit_bias": {4: 1.0}, "stop_token_ids": (9,)}),
+        make_request("h", [5, 6, 7], 5, grammar=grammar, resume_token_ids=pack_ids([40])),
+        api.AbortRequest(request_id="g"),
+        api.AttachRequest(request_id="g", from_output=1),
+        api.CompileGrammar(compile_id="c", grammar=grammar),
+        api.QueryTree(query_id="t"),
+        api.QueryPrefix(query_id="p", token_ids=pack_ids([5, 6])),
+        api.DropPrefix(token_ids=pack_ids([5, 6]), keep_tokens=1),
+        api.SubscribeKvEvents(),
+        api.Ping(sent_ms=5),
+    ]
+
+    def damaged() -> bytes:
+        """A sound message with one field replaced by something else, or with broken bytes."""
+        fields = msgspec.msgpack.decode(encode_input(rng.choice(sound)))
+        inner = fields.get("sampling") if rng.random() < 0.5 else None
+        target = inner if inner else fields
+        name = rng.choice(sorted(target))
+        odd = [-1, 0, 2**31, 2**40, -(2**63), 2**64 - 1, 0.5, float("nan"), "", "x", b"", b"123"]
+        if name != "type" or rng.random() < 0.1:
+            target[name] = rng.choice([*odd, None, [], {}, [1], {"a": 1}, {1: 2}, True])
+        frame = bytearray(msgspec.msgpack.encode(fields))
+        if rng.random() < 0.3:
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        return bytes(frame)
+
+    async def work(client: EngineClient) -> None:
+        context = zmq.Context()
+        rogue = context.socket(zmq.DEALER)
+        rogue.connect(endpoint(client._socket_path))
+        for _ in range(1500):
+            rogue.send(damaged())
+        rogue.send(encode_input(api.Ping(sent_ms=4711)))
+        answers: list[api.EngineOutput] = []
+        while not any(isinstance(a, api.Pong) and a.sent_ms == 4711 for a in answers):
+            assert rogue.poll(10_000), "the engine answers"
+            answers += decode_outputs(rogue.recv())
         context.destroy(linger=0)
         result = await run(client, make_request("fine", prompt_of(1, 4), 4))
         assert result.finished is not None and result.finished.error_code is None
