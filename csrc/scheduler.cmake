@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The control plane: a plain library, the `_scheduler` extension over it, and its unit tests.
 option(MOORAGE_SANITIZE "build the C++ tests under ASan and UBSan" OFF)
+option(MOORAGE_BUILD_FUZZER "build the libFuzzer target scheduler_fuzz (needs clang)" OFF)
 
 add_library(moorage_scheduler STATIC
   core/config.cpp
@@ -66,4 +67,11 @@ if(MOORAGE_BUILD_TESTS)
     add_test(NAME compile_fail.${case}.is_refused COMMAND ${compile} -DMOORAGE_COPY)
     set_tests_properties(compile_fail.${case}.is_refused PROPERTIES WILL_FAIL TRUE)
   endforeach()
+endif()
+
+if(MOORAGE_BUILD_FUZZER)
+  target_compile_options(moorage_scheduler PUBLIC -fsanitize=fuzzer-no-link,address,undefined -g -O1)
+  add_executable(scheduler_fuzz "${CMAKE_CURRENT_SOURCE_DIR}/../tests/csrc/scheduler_fuzz.cpp")
+  target_link_libraries(scheduler_fuzz PRIVATE moorage_scheduler)
+  target_link_options(scheduler_fuzz PRIVATE -fsanitize=fuzzer,address,undefined)
 endif()

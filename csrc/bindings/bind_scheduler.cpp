@@ -48,8 +48,8 @@ struct BoundScheduler {
 };
 
 void submit(BoundScheduler& self, nb::sequence sequence) {
-  std::vector<RequestSpec> specs;
-  for (nb::handle spec : sequence) specs.push_back(nb::cast<const RequestSpec&>(spec));
+  std::vector<const RequestSpec*> specs;  // the sequence keeps them while it is held
+  for (nb::handle spec : sequence) specs.push_back(&nb::cast<const RequestSpec&>(spec));
   self.scheduler.submit(specs);
 }
 

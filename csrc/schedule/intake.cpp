@@ -33,10 +33,10 @@ Request* Scheduler::find_request(RequestId id) const {
   return found == requests_.end() ? nullptr : found->second.get();
 }
 
-void Scheduler::validate(std::span<const RequestSpec> specs) const {
+void Scheduler::validate(std::span<const RequestSpec* const> specs) const {
   std::unordered_set<std::int64_t> seen;
   for (std::size_t i = 0; i < specs.size(); ++i) {
-    const RequestSpec& spec = specs[i];
+    const RequestSpec& spec = *specs[i];
     const std::string id = std::to_string(spec.request_id.value);
     if (!spec.request_id.is_valid()) reject(i, "request_id", id + " is negative");
     if (find_request(spec.request_id) != nullptr) reject(i, "request_id", id + " is in use");
@@ -74,9 +74,10 @@ void Scheduler::validate(std::span<const RequestSpec> specs) const {
   }
 }
 
-void Scheduler::submit(std::span<const RequestSpec> specs) {
+void Scheduler::submit(std::span<const RequestSpec* const> specs) {
   validate(specs);
-  for (const RequestSpec& spec : specs) {
+  for (const RequestSpec* spec_ptr : specs) {
+    const RequestSpec& spec = *spec_ptr;
     auto request = std::make_unique<Request>();
     request->id = spec.request_id;
     request->sequence = next_sequence_++;

@@ -62,7 +62,7 @@ class Scheduler {
   explicit Scheduler(SchedulerConfig config);
 
   // Throws std::invalid_argument naming the field; then none of the specs was inserted.
-  void submit(std::span<const RequestSpec> specs);
+  void submit(std::span<const RequestSpec* const> specs);
 
   // Requires: fewer than kMaxStepsInFlight results outstanding, else throws std::logic_error.
   void next_plan(TimeMs now_ms, Plan& plan);
@@ -121,7 +121,7 @@ class Scheduler {
   enum class Admitted : std::uint8_t { kYes, kFollows, kNoMemory };
 
   // intake.cpp
-  void validate(std::span<const RequestSpec> specs) const;
+  void validate(std::span<const RequestSpec* const> specs) const;
   void take_in_arrivals();
 
   // planning.cpp

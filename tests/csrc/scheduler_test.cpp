@@ -6,6 +6,8 @@
 
 #include <random>
 
+#include "scheduler_driver.h"
+
 namespace moorage {
 namespace {
 
@@ -23,30 +25,9 @@ RequestSpec spec(std::int64_t id, std::vector<TokenId> tokens, std::int64_t max_
   return {RequestId{id}, std::move(tokens), max_new, 0, "default", ""};
 }
 
-// Owns the arrays of a step's results; every sampled row gets one token.
-struct Results {
-  explicit Results(const Plan& plan, TokenId token = 1)
-      : step_id(plan.step_id),
-        num_accepted(plan.row_samples.begin(), plan.row_samples.end()),
-        tokens(plan.row_samples.size(), token),
-        finished(plan.row_samples.size()),
-        failed(plan.row_samples.size()) {}
-
-  StepResult view() const {
-    return {StepId{step_id}, static_cast<std::int32_t>(num_accepted.size()), 1,
-            num_accepted.data(), tokens.data(), finished.data(), failed.data()};
-  }
-
-  std::int64_t step_id;
-  std::vector<std::int32_t> num_accepted;
-  std::vector<TokenId> tokens;
-  std::vector<std::uint8_t> finished;
-  std::vector<std::uint8_t> failed;
-};
-
 TEST(Scheduler, RunsARequestToItsEnd) {
   Scheduler scheduler(small_config());
-  scheduler.submit(std::vector{spec(1, {1, 2, 3, 4, 5})});
+  submit(scheduler, spec(1, {1, 2, 3, 4, 5}));
   Plan plan;
   std::vector<EndedRequest> ended;
   for (TimeMs now = 0; ended.empty(); ++now) {
@@ -63,13 +44,16 @@ TEST(Scheduler, RunsARequestToItsEnd) {
 
 TEST(Scheduler, ARefusedBatchInsertsNothing) {
   Scheduler scheduler(small_config());
-  EXPECT_THROW(scheduler.submit(std::vector{spec(1, {1}), spec(2, {})}), std::invalid_argument);
+  const RequestSpec good = spec(1, {1}), empty = spec(2, {});
+  const RequestSpec* const batch[] = {&good, &empty};
+  EXPECT_THROW(scheduler.submit(batch), std::invalid_argument);
   EXPECT_EQ(scheduler.num_waiting(), 0);
 }
 
 TEST(Scheduler, MayBeDestroyedWithStepsInFlight) {
   Scheduler scheduler(small_config());
-  scheduler.submit(std::vector{spec(1, {1, 2, 3, 4, 5}), spec(2, {1, 2, 3, 4, 5, 6})});
+  submit(scheduler, spec(1, {1, 2, 3, 4, 5}));
+  submit(scheduler, spec(2, {1, 2, 3, 4, 5, 6}));
   Plan plan;
   scheduler.next_plan(0, plan);
   scheduler.next_plan(0, plan);
@@ -85,8 +69,8 @@ TEST(Scheduler, TwoSchedulersOnOneInputAgreeBitForBit) {
     if (random() % 3 == 0) {
       std::vector<TokenId> tokens(1 + random() % 20);
       for (TokenId& token : tokens) token = static_cast<TokenId>(random() % 3);
-      const std::vector specs{spec(next_id++, tokens, 1 + random() % 20)};
-      first.submit(specs), second.submit(specs);
+      const RequestSpec next = spec(next_id++, tokens, 1 + random() % 20);
+      submit(first, next), submit(second, next);
     }
     first.next_plan(now, a), second.next_plan(now, b);
     ASSERT_EQ(a.step_id, b.step_id);
@@ -102,6 +86,22 @@ TEST(Scheduler, TwoSchedulersOnOneInputAgreeBitForBit) {
     first.advance(events), second.advance(events);
     ASSERT_EQ(first.find_broken_invariant(), "");
   }
+}
+
+// The same walk the fuzzer takes, over seeded bytes, so that it runs where there is no clang.
+TEST(Scheduler, SurvivesRandomCallSequences) {
+  std::int64_t num_ended = 0, num_retractions = 0;
+  for (std::uint32_t seed = 0; seed < 150; ++seed) {
+    std::mt19937 random(seed);
+    std::vector<std::uint8_t> bytes(1500);
+    for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>(random());
+    SchedulerDriver driver(bytes);
+    driver.run();
+    num_ended += driver.num_ended();
+    num_retractions += driver.num_retractions();
+  }
+  EXPECT_GT(num_ended, 5000);
+  EXPECT_GT(num_retractions, 100);
 }
 
 }  // namespace

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+// Turns any string of bytes into a run of the scheduler, checking every invariant on the way. The
+// fuzzer and the random test share it.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <iostream>
+#include <span>
+#include <vector>
+
+#include "schedule/scheduler.h"
+
+namespace moorage {
+
+inline void submit(Scheduler& scheduler, const RequestSpec& spec) {
+  const RequestSpec* const one[] = {&spec};
+  scheduler.submit(one);
+}
+
+// Owns the arrays of a step's results; every sampled row gets one token.
+struct Results {
+  explicit Results(const Plan& plan, TokenId token = 1)
+      : step_id(plan.step_id),
+        num_accepted(plan.row_samples.begin(), plan.row_samples.end()),
+        tokens(plan.row_samples.size(), token),
+        finished(plan.row_samples.size()),
+        failed(plan.row_samples.size()) {}
+
+  StepResult view() const {
+    return {StepId{step_id}, static_cast<std::int32_t>(num_accepted.size()), 1,
+            num_accepted.data(), tokens.data(), finished.data(), failed.data()};
+  }
+
+  std::int64_t step_id;
+  std::vector<std::int32_t> num_accepted;
+  std::vector<TokenId> tokens;
+  std::vector<std::uint8_t> finished;
+  std::vector<std::uint8_t> failed;
+};
+
+class SchedulerDriver {
+ public:
+  static SchedulerConfig config() {
+    SchedulerConfig config;
+    config.page_size = 4;
+    config.num_pages = 14;
+    config.max_slots = 3;
+    config.max_context_len = 48;
+    config.token_budget = 10;
+    config.attention_len = 16;
+    config.lease_percent = 100;
+    return config;
+  }
+
+  explicit SchedulerDriver(std::span<const std::uint8_t> bytes) : bytes_(bytes) {}
+
+  void run() {
+    while (!bytes_.empty()) {
+      act(next() % 8);
+      check();
+    }
+    finish();
+  }
+
+  std::int64_t num_retractions() const { return scheduler_.stats().num_retractions; }
+  std::int64_t num_ended() const { return num_ended_; }
+
+ private:
+  std::uint8_t next() {
+    if (bytes_.empty()) return 0;
+    const std::uint8_t byte = bytes_[0];
+    bytes_ = bytes_.subspan(1);
+    return byte;
+  }
+
+  void act(int choice) {
+    switch (choice) {
+      case 0:
+      case 1: return submit_random();
+      case 2: return abort_random();
+      case 3: return disturb_cache();
+      case 4: return commit();
+      default: return plan();
+    }
+  }
+
+  std::vector<TokenId> random_tokens() {
+    std::vector<TokenId> tokens(1 + next() % 20);
+    std::uint32_t state = next();  // one byte seeds all: inputs stay short, collisions common
+    for (TokenId& token : tokens) {
+      state = state * 1664525u + 1013904223u;
+      token = static_cast<TokenId>((state >> 24) % 2);
+    }
+    return tokens;
+  }
+
+  void submit_random() {
+    if (live_.size() >= 12) return;
+    std::vector<TokenId> tokens = random_tokens();
+    const std::int64_t id = next_id_++;
+    live_.push_back(id);
+    submit(scheduler_, {RequestId{id}, std::move(tokens), 1 + next() % 28, next() % 3 - 1,
+                        next() % 2 == 0 ? "a" : "b", next() % 4 == 0 ? "salt" : "",
+                        next() % 1001});
+  }
+
+  void abort_random() {
+    if (live_.empty()) return;
+    advance({AbortInput{RequestId{live_[next() % live_.size()]}}});
+  }
+
+  void disturb_cache() {
+    const std::vector<TokenId> tokens = random_tokens();
+    switch (next() % 4) {
+      case 0: scheduler_.drop_prefix(tokens, next() % 8, ""); break;
+      case 1: scheduler_.hint_prefix(tokens, next() % 1001, ""); break;
+      case 2:
+        scheduler_.lease({next() % 4, tokens, now_ + next() % 16, next() % 2 == 0 ? "a" : "b", ""});
+        break;
+      default: scheduler_.release(next() % 4);
+    }
+  }
+
+  void plan() {
+    now_ += next() % 4;
+    if (scheduler_.num_steps_in_flight() == Scheduler::kMaxStepsInFlight) commit();
+    scheduler_.next_plan(now_, plan_);
+    if (plan_.step_id < 0) return;
+    flights_.emplace_back(plan_, static_cast<TokenId>(next() % 2));
+    const std::size_t row = next() % plan_.row_slots.size();
+    const std::uint8_t fate = next();
+    if (fate < 16 && flights_.back().num_accepted[row] == 1) flights_.back().finished[row] = 1;
+    if (fate > 250) flights_.back().failed[row] = 1;
+  }
+
+  void commit() {
+    if (flights_.empty()) return;
+    const Results results = std::move(flights_.front());
+    flights_.pop_front();
+    advance({results.view()});
+  }
+
+  void advance(const std::vector<InputEvent>& events) {
+    for (const EndedRequest& ended : scheduler_.advance(events)) {
+      std::erase(live_, ended.request_id);
+      ++num_ended_;
+    }
+  }
+
+  void finish() {
+    for (int i = 0; i < 5000 && !live_.empty(); ++i) {
+      plan();
+      commit();
+      check();
+    }
+    require(live_.empty(), "no progress");
+  }
+
+  void check() {
+    const std::string broken = scheduler_.find_broken_invariant();
+    require(broken.empty(), broken.c_str());
+  }
+
+  static void require(bool holds, const char* what) {
+    if (holds) return;
+    std::cerr << what << std::endl;
+    std::abort();
+  }
+
+  std::span<const std::uint8_t> bytes_;
+  Scheduler scheduler_{config()};
+  Plan plan_;
+  std::deque<Results> flights_;
+  std::vector<std::int64_t> live_;
+  std::int64_t next_id_ = 0;
+  std::int64_t num_ended_ = 0;
+  TimeMs now_ = 0;
+};
+
+}  // namespace moorage
