@@ -76,40 +76,29 @@ class Sampled:
     logprobs: dict[int, TokenLogprobs]  # by row, for rows that asked
 
 
-_MASK32 = np.uint64(0xFFFFFFFF)
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_MASK32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_SHIFT32 = np.uint64(32)
 
 
 def philox4x32(
-    counter: Sequence[NDArray[np.uint64]], key: Sequence[NDArray[np.uint64]]
-) -> list[NDArray[np.uint64]]:
-    """Ten rounds of Philox4x32; every array holds 32-bit words in uint64, one per stream."""
+    counter: tuple[int, int, int, int], key: tuple[int, int]
+) -> tuple[int, int, int, int]:
+    """Ten rounds of Philox4x32 over 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for round_index in range(_ROUNDS):
-        if round_index:
-            k0 = (k0 + np.uint64(_WEYL[0])) & _MASK32
-            k1 = (k1 + np.uint64(_WEYL[1])) & _MASK32
+    for _ in range(_ROUNDS):
         product0 = _MULTIPLIERS[0] * c0
         product1 = _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (
-            (product1 >> _SHIFT32) ^ c1 ^ k0,
-            product1 & _MASK32,
-            (product0 >> _SHIFT32) ^ c3 ^ k1,
-            product0 & _MASK32,
-        )
-    return [c0, c1, c2, c3]
+        c0, c1 = (product1 >> 32) ^ c1 ^ k0, product1 & _MASK32
+        c2, c3 = (product0 >> 32) ^ c3 ^ k1, product0 & _MASK32
+        k0 = (k0 + _WEYL[0]) & _MASK32
+        k1 = (k1 + _WEYL[1]) & _MASK32
+    return c0, c1, c2, c3
 
 
-def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per (seed, output position), 53 bits each."""
-    zero = np.zeros_like(seeds)
-    place = positions.astype(np.uint64)
-    counter = [place & _MASK32, place >> _SHIFT32, zero, zero]
-    words = philox4x32(counter, [seeds & _MASK32, seeds >> _SHIFT32])
-    high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)
-    result: NDArray[np.float64] = (high * np.float64(1 << 26) + low) / np.float64(1 << 53)
-    return result
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, made of a 64-bit seed and an output position."""
+    words = philox4x32((position & _MASK32, position >> 32, 0, 0), (seed & _MASK32, seed >> 32))
+    return ((words[0] >> 5) * (1 << 26) + (words[1] >> 6)) / (1 << 53)

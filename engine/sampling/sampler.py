@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.sampling.logprobs import LogprobRows
-from engine.sampling.params import RowSampling, SampleBatch, Sampled, uniforms
+from engine.sampling.params import RowSampling, SampleBatch, Sampled, uniform
 from kernels.ops import apply_bitmask, argmax
 
 FloatRow = NDArray[np.float32]
@@ -44,12 +44,10 @@ def sample(logits: torch.Tensor, batch: SampleBatch) -> Sampled:
     token_ids = argmax(logits).numpy().astype(np.int32)
     peaks = values[np.arange(len(rows)), token_ids]
     token_ids[~is_sound | ~np.isfinite(peaks)] = -1
-    drawing = [r for r, row in enumerate(rows) if not row.is_greedy and token_ids[r] >= 0]
-    if drawing:
-        seeds = np.array([rows[r].seed for r in drawing], dtype=np.uint64)
-        chances = uniforms(seeds, batch.positions[drawing])
-        for r, chance in zip(drawing, chances.tolist(), strict=True):
-            token_ids[r] = draw(values[r], float(peaks[r]), rows[r], chance)
+    for r, row in enumerate(rows):
+        if not row.is_greedy and token_ids[r] >= 0:
+            chance = uniform(row.seed, int(batch.positions[r]))
+            token_ids[r] = draw(values[r], float(peaks[r]), row, chance)
     chosen = token_ids.tolist()
     for row, token_id in zip(rows, chosen, strict=True):
         if row.penalties is not None and token_id >= 0:

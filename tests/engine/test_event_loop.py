@@ -14,7 +14,7 @@ import zmq
 
 from engine import api
 from engine.client import EngineClient
-from engine.sampling.params import RowSampling, uniforms
+from engine.sampling.params import RowSampling, uniform
 from engine.sampling.sampler import draw
 from engine.transport import decode_outputs, encode_input, endpoint, pack_ids
 from tests.fakes.live_engine import EOS, Collected, LiveEngine, make_request, run, serve
@@ -207,8 +207,7 @@ def test_a_draw_is_what_seed_and_output_position_make_it(tmp_path: Path) -> None
         for position in range(10):
             values = hashed_script(VOCAB)(history).numpy()
             values[[*CONTROL, EOS]] = -np.inf
-            seeds = np.array([12345], dtype=np.uint64)
-            chance = float(uniforms(seeds, np.array([position]))[0])
+            chance = uniform(12345, position)
             history.append(draw(values, float(values.max()), row, chance))
         assert result.ids == history[len(prompt) :]
 
