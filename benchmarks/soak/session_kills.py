@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kills a writing process (and Redis itself) again and again, and counts lost acknowledged turns.
 
-    python -m benchmarks.soak.session_kills [--store sqlite|redis] [--kills 100] [--turns 120]
+    python -m benchmarks.soak.session_kills [--store sqlite|redis] [--kills 100] [--turns 200]
 
-Each round: a process runs turns until it is killed with SIGKILL at a random turn; then every turn
-it printed as acknowledged must be in the store, in order. With Redis every fifth round kills the
-server too, and it starts again from its append-only file. Prints one JSON line; exits 1 if any
-acknowledged turn is lost.
+Each round: a process runs turns in four sessions at once until it is killed with SIGKILL at a
+random turn; then every turn it printed as acknowledged must be in the store, in order. With Redis
+every fifth round kills the server too, and it starts again from its append-only file. Prints one
+JSON line; exits 1 if any acknowledged turn is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import argparse
 import asyncio
 import json
 import tempfile
+from collections.abc import Iterable
+from itertools import zip_longest
 from pathlib import Path
 
 from sessions.config import SessionsConfig
@@ -23,36 +25,39 @@ from tests.fakes.killed_writer import acknowledged_until_killed
 from tests.fakes.redis_server import RedisServer
 
 
-async def stored_turns(config: SessionsConfig, session_id: str) -> list[str]:
+async def stored_turns(config: SessionsConfig, session_ids: Iterable[str]) -> dict[str, list[str]]:
     store = make_store(config)
     await store.open()
-    session = await store.get(session_id)
-    log = await store.read_log(session)
+    stored = {}
+    for session_id in session_ids:
+        log = await store.read_log(await store.get(session_id))
+        stored[session_id] = [record.id for record in log.records[1:]]
     await store.close()
-    return [record.id for record in log.records[1:]]
+    return stored
 
 
 def soak(
     config: SessionsConfig, server: RedisServer | None, num_kills: int, max_turns: int
 ) -> dict[str, int | str]:
-    acknowledged = lost = unacknowledged = server_kills = 0
+    num_acknowledged = lost = unacknowledged = server_kills = 0
     for seed in range(num_kills):
-        session_id, turn_ids = acknowledged_until_killed(config, seed, max_turns=max_turns)
+        acknowledged = acknowledged_until_killed(config, seed, max_turns=max_turns)
         if server is not None and seed % 5 == 4:
             server.kill()
             server.start()
             server_kills += 1
-        stored = asyncio.run(stored_turns(config, session_id))
-        acknowledged += len(turn_ids)
-        lost += sum(kept != wanted for kept, wanted in zip(stored, turn_ids, strict=False))
-        lost += max(0, len(turn_ids) - len(stored))
-        unacknowledged += max(0, len(stored) - len(turn_ids))
+        stored = asyncio.run(stored_turns(config, acknowledged))
+        for session_id, turn_ids in acknowledged.items():
+            kept = stored[session_id]
+            num_acknowledged += len(turn_ids)
+            lost += sum(a != b for a, b in zip_longest(kept[: len(turn_ids)], turn_ids))
+            unacknowledged += max(0, len(kept) - len(turn_ids))
     return {
         "bench": "session_kills",
         "store": config.store,
         "kills": num_kills,
         "server_kills": server_kills,
-        "acknowledged_turns": acknowledged,
+        "acknowledged_turns": num_acknowledged,
         "lost": lost,
         "stored_but_not_acknowledged": unacknowledged,
     }

@@ -8,6 +8,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 from sessions.config import SessionsConfig
@@ -16,22 +17,26 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def acknowledged_until_killed(
-    config: SessionsConfig, seed: int, *, max_turns: int = 40
-) -> tuple[str, list[str]]:
-    """The session and the turns a writer saw acknowledged before it died, in order."""
+    config: SessionsConfig, seed: int, *, max_turns: int = 80, num_sessions: int = 4
+) -> dict[str, list[str]]:
+    """The turns a writer saw acknowledged before it died, in order, by session."""
+    arguments = [json.dumps(dataclasses.asdict(config)), str(num_sessions)]
     writer = subprocess.Popen(
-        [sys.executable, "-m", "tests.fakes.append_loop", json.dumps(dataclasses.asdict(config))],
+        [sys.executable, "-m", "tests.fakes.append_loop", *arguments],
         cwd=_ROOT,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert writer.stdout is not None
-    session_id = writer.stdout.readline().strip()
     num_turns = random.Random(seed).randint(1, max_turns)
-    turn_ids = [writer.stdout.readline().strip() for _ in range(num_turns)]
+    lines = [writer.stdout.readline() for _ in range(num_turns)]
     writer.kill()
     # What it still printed before the signal reached it was acknowledged too.
-    turn_ids += [line.strip() for line in writer.stdout if line.endswith("\n")]
+    lines += [line for line in writer.stdout if line.endswith("\n")]
     writer.wait()
     writer.stdout.close()
-    return session_id, turn_ids
+    acknowledged: dict[str, list[str]] = defaultdict(list)
+    for line in lines:
+        session_id, turn_id = line.split()
+        acknowledged[session_id].append(turn_id)
+    return acknowledged

@@ -66,13 +66,13 @@ def test_every_turn_acknowledged_to_a_killed_writer_is_there(
     server: RedisServer, harness: StoreHarness
 ) -> None:
     for seed in range(3):
-        session_id, turn_ids = acknowledged_until_killed(config_for(server), seed)
-        session = harness.run(harness.store.get(session_id))
-        log = harness.run(harness.store.read_log(session))
-        stored = [record.id for record in log.records[1:]]
-        assert stored[: len(turn_ids)] == turn_ids
-        assert session.revision == len(stored)
-        assert session.num_tokens == log.num_tokens
+        for session_id, turn_ids in acknowledged_until_killed(config_for(server), seed).items():
+            session = harness.run(harness.store.get(session_id))
+            log = harness.run(harness.store.read_log(session))
+            stored = [record.id for record in log.records[1:]]
+            assert stored[: len(turn_ids)] == turn_ids
+            assert session.revision == len(stored)
+            assert session.num_tokens == log.num_tokens
 
 
 def test_a_killed_server_is_said_and_loses_no_acknowledged_turn(

@@ -59,18 +59,18 @@ def make(harness: StoreHarness) -> Session:
 
 def test_every_turn_acknowledged_before_kill_9_is_there_after(path: Path) -> None:
     for seed in range(6):
-        session_id, turn_ids = acknowledged_until_killed(config_for(path), seed)
+        acknowledged = acknowledged_until_killed(config_for(path), seed)
         harness = StoreHarness(lambda: SqliteSessionStore(config_for(path)))
-        session = harness.run(harness.store.get(session_id))
-        log = harness.run(harness.store.read_log(session))
-        stored = [record.id for record in log.records[1:]]
-        assert stored[: len(turn_ids)] == turn_ids
-        assert len(stored) - len(turn_ids) in (0, 1)  # one may be stored and not yet said
-        assert session.revision == len(stored)
-        assert session.num_tokens == log.num_tokens
-        running = harness.run(harness.store.pending_turns())
-        begun = [turn.id for turn in running if turn.session_id == session_id]
-        assert begun == ([session.current_turn] if session.current_turn else [])
+        begun = {turn.session_id: turn.id for turn in harness.run(harness.store.pending_turns())}
+        for session_id, turn_ids in acknowledged.items():
+            session = harness.run(harness.store.get(session_id))
+            log = harness.run(harness.store.read_log(session))
+            stored = [record.id for record in log.records[1:]]
+            assert stored[: len(turn_ids)] == turn_ids
+            assert len(stored) - len(turn_ids) in (0, 1)  # one may be stored and not yet said
+            assert session.revision == len(stored)
+            assert session.num_tokens == log.num_tokens
+            assert begun.get(session_id) == session.current_turn
         harness.close()
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
