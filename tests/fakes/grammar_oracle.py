@@ -21,9 +21,9 @@ _EOS = 255
 @functools.cache
 def byte_tokenizer() -> xgrammar.TokenizerInfo:
     """256 tokens: one per byte (0x00 is left out), and an end of turn."""
-    vocab: list[str | bytes] = [bytes([code]) for code in range(1, 256)]
+    vocab = [bytes([code]) for code in range(1, 256)]
     return xgrammar.TokenizerInfo(
-        [*vocab, "<eos>"], vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[_EOS]
+        [*vocab, b"<eos>"], vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[_EOS]
     )
 
 

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from tests.fakes.grammar_oracle import byte_compiler
 from tools_schema.ecma_pattern import UnsupportedPatternError, rewrite_pattern
 
-_WORDS = ["", "a", "b", "ab", "abc", "aab", "xaby", "a-b", "/usr/x", "1", "12", "1.5", "a 1", "\u00e9",
-          "A", "_", "foo.py", "a|b", "(a)", "[x]", "{1}", "a,b", "\u00a0", "a\\b", 'a"b', "a\nb"]  # fmt: skip
+_WORDS = [
+    *("", "a", "b", "ab", "abc", "aab", "xaby", "a-b", "/usr/x", "1", "12", "1.5", "a 1", "\u00e9"),
+    *("A", "_", "foo.py", "a|b", "(a)", "[x]", "{1}", "a,b", "\u00a0", "a\\b", 'a"b', "a\nb"),
+]
 
 
 def _grammar_matches(pattern: str, word: str) -> bool:
@@ -49,8 +51,11 @@ def test_a_rewritten_pattern_matches_what_the_original_finds(pattern: str) -> No
 
 @pytest.mark.parametrize(
     "pattern",
-    ["(?=a)", "(?!a)b", "(?<=a)b", "(a)\\1", "\\bword", "\\p{L}", "a^b", "a$b", "(^a|b)", '"', "\\\\",
-     "[\"]", "\\n", "(|a)", "a{,3}", "x{", "[a-\\d]", "(a", "(?<n>a)", "[^", "\\cA", "\\ud83d"],
+    [
+        "(?=a)", "(?!a)b", "(?<=a)b", "(a)\\1", "\\bword", "\\p{L}", "a^b", "a$b", "(^a|b)", '"',
+        "\\\\", "[\"]", "\\n", "(|a)", "a{,3}", "x{", "[a-\\d]", "(a", "(?<n>a)", "[^", "\\cA",
+        "\\ud83d",
+    ],
 )  # fmt: skip
 def test_what_cannot_be_held_is_refused(pattern: str) -> None:
     with pytest.raises(UnsupportedPatternError):

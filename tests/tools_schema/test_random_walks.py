@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random tokens of a real vocabulary under the grammar's mask: whatever a model does, calls are valid.
+"""Random tokens of a real vocabulary under the grammar's mask: whatever comes, calls are valid.
 
 Each walk samples under the mask until the grammar ends; the parser must then find only calls that
 validate against the original schema, enough of them, and no marker in the text.
