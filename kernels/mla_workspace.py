@@ -16,7 +16,7 @@ from kernels.errors import KernelInputError
 TILE_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class MlaWorkspace:
     """Scratch for up to `max_rows` rows of exactly `q_len` query tokens each.
 
@@ -33,6 +33,7 @@ class MlaWorkspace:
     plan: torch.Tensor
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
+    plan_is_fresh: bool = True  # no kernel ran since the plan's: its result may still be in flight
 
     @property
     def num_blocks(self) -> int:
@@ -72,7 +73,7 @@ def make_mla_workspace(
         q_len=q_len,
         latent_dim=latent_dim,
         num_parts=num_parts,
-        plan=torch.zeros(num_parts * 8 + max_rows + 2, dtype=torch.int32, device=device),
+        plan=torch.zeros(num_parts * 8 + 3 * max_rows + 1, dtype=torch.int32, device=device),
         partial_out=torch.empty(slots, rows, latent_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(slots, rows, dtype=torch.float32, device=device),
     )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,16 +94,15 @@ def bench(kernel: str, shapes: list[tuple[int, int, int, int]]) -> Iterator[dict
         kv_bytes = bs * ctx * (LATENT + ROPE) * 2
         copies = max(2, min(32, -(-(600 << 20) // kv_bytes)))
         pool, tables, slots, seq_lens, q, workspace = _inputs([ctx] * bs, heads, q_len, copies)
-
-        def call(
-            copy: int, pool: Any = pool, tables: Any = tables, slots: Any = slots,
-            seq_lens: Any = seq_lens, q: Any = q, workspace: Any = workspace,
-        ) -> object:
-            return KERNELS[kernel](
-                q, pool, tables[copy], slots, seq_lens, 0.07, LATENT, workspace
-            )
-
-        us = time_calls_us([lambda c=c: call(c) for c in range(copies)])
+        # A plan names pages, so each copy has its own; the scratch is shared, as between layers.
+        calls = []
+        for copy in range(copies):
+            own = dataclasses.replace(workspace, plan=torch.zeros_like(workspace.plan))
+            mla.plan(own, seq_lens, tables[copy], slots)
+            args = (q, pool, tables[copy], slots, seq_lens, 0.07, LATENT, own)
+            calls.append(functools.partial(KERNELS[kernel], *args))
+            calls[-1]()
+        us = time_calls_us(calls)
         floor = floor_us(bs, ctx, heads, q_len)
         yield {
             "op": "mla_decode",
@@ -114,7 +115,7 @@ def bench(kernel: str, shapes: list[tuple[int, int, int, int]]) -> Iterator[dict
             "floor_us": round(floor, 1),
             "of_floor": round(floor / us, 3),
         }
-        del pool, tables, workspace
+        del pool, tables, workspace, calls, own, args
         torch.cuda.empty_cache()
 
 

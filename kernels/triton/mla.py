@@ -21,7 +21,6 @@ from kernels.triton.mla_plan import mla_merge_kernel, mla_plan_kernel
 
 TILE = 64
 MIN_TILES = 2
-EAGER = None
 _LOG2_E = math.log2(math.e)
 
 
@@ -69,18 +68,21 @@ def plan(
         page_table.stride(0),
         TILE=TILE,
         MIN_TILES=MIN_TILES,
+        Q_LEN=workspace.q_len,
         NUM_PARTS=workspace.num_parts,
         PARTS_PAD=triton.next_power_of_2(workspace.num_parts),
         ROWS_PAD=triton.next_power_of_2(workspace.max_rows),
         num_warps=4,
     )
+    workspace.plan_is_fresh = True
 
 
 def _merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool) -> None:
     rows = workspace.q_len * workspace.num_heads
-    # Few rows: many parts each, so cut D finely; many rows: two or three parts, one program a row.
-    block_d = 32 if num_rows * rows <= 64 else (128 if num_rows * rows <= 1024 else 512)
-    block_d = min(block_d, workspace.latent_dim)
+    # One program sees all parts of a row at once where they are as even as the plan makes them.
+    block_p = triton.next_power_of_2(triton.cdiv(workspace.num_parts, num_rows))
+    block_p = min(128, max(4, block_p))
+    block_d = min(workspace.latent_dim, max(32, 4096 // block_p))
     grid = (num_rows, rows, workspace.latent_dim // block_d)
     mla_merge_kernel[grid](
         workspace.partial_out,
@@ -92,7 +94,7 @@ def _merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool)
         ROWS_PAD=workspace.num_blocks * TILE_ROWS,
         D=workspace.latent_dim,
         NUM_PARTS=workspace.num_parts,
-        BLOCK_P=4 if block_d == 512 else (16 if block_d == 128 else 128),
+        BLOCK_P=block_p,
         BLOCK_D=block_d,
         USE_PDL=pdl,
         num_warps=4,
@@ -188,6 +190,9 @@ def decode_hopper(
     kv_rows = (num_pages - 1) * page_rows + TILE
     q_rows = q.shape[0] * q.shape[1]
     out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
+    # The kernel reads the plan before it waits for its predecessor: not right behind the plan's own.
+    pdl = not workspace.plan_is_fresh
+    workspace.plan_is_fresh = False
     mla_decode_hopper_kernel[(workspace.num_blocks, workspace.num_parts)](
         _descriptor(q, q_rows, width, latent_dim // 2),
         _descriptor(q, q_rows, width, 64),
@@ -210,10 +215,9 @@ def decode_hopper(
         ROWS_PAD=workspace.num_blocks * TILE_ROWS,
         TILE=TILE,
         STAGES=2,
-        EAGER=EAGER if EAGER is not None else workspace.num_blocks > 1,
         USE_PDL=True,
         num_warps=4,
-        launch_pdl=True,
+        launch_pdl=pdl,
     )
     _merge(out, workspace, num_rows, True)
     return out

@@ -7,7 +7,8 @@ warpgroup computes S = Q K^T and the online softmax and hands P (bf16) and the r
 shared memory; each output warpgroup accumulates half of the latent columns of P V. While they work on
 tile i, the score warpgroup is at tile i + 1. Two KV stages fill the shared memory that Q leaves.
 Measured (H200, 2026-11): letting both output warpgroups compute S for themselves instead costs 2.5 us a
-tile of tensor-core time against 2.1 us of HBM time, so S is computed once.
+tile of tensor-core time against 2.1 us of HBM time, so S is computed once; starting the scores of tile
+i + 1 before the softmax of tile i doubles the time of a tile (the KV stage is held longer).
 Gluon has no interpreter: checked against the reference on the GPU, compiled for sm_90 without one.
 Source: sizes and the column split follow FlashMLA (DeepSeek, 2025).
 """
@@ -26,6 +27,21 @@ def _next_row(plan, b, remaining, NUM_PARTS: gl.constexpr):
     indptr = plan + NUM_PARTS * 8
     num_tiles = gl.load(indptr + b + 1) - gl.load(indptr + b)
     return num_tiles, gl.minimum(num_tiles, remaining)
+
+
+@gluon.jit
+def _load_tile(
+    kv_lo_desc, kv_rope_desc, kv_lo, kv_hi, kv_rope, kv_full, kv_empty, kv_row, step,
+    D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Wait until the stage of tile `step` is free and fill it from row `kv_row` on."""
+    stage = step % STAGES
+    full = kv_full.index(stage)
+    mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(full, (D + 64) * TILE * 2)
+    tma.async_copy_global_to_shared(kv_rope_desc, [kv_row, D], full, kv_rope.index(stage))
+    tma.async_copy_global_to_shared(kv_lo_desc, [kv_row, 0], full, kv_lo.index(stage))
+    tma.async_copy_global_to_shared(kv_lo_desc, [kv_row, D // 2], full, kv_hi.index(stage))
 
 
 @gluon.jit
@@ -51,13 +67,16 @@ def _produce(
     page_rows,
     m_block,
     part,
-    ROWS: gl.constexpr,
+    H: gl.constexpr,
+    Q_LEN: gl.constexpr,
     D: gl.constexpr,
     NUM_PARTS: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
-    HALF: gl.constexpr = D // 2
+    """Before the previous kernel's end (which writes q and this step's KV) only tiles of earlier
+    steps are loaded; plan, lengths and page table are older than that kernel (see mla.py)."""
     record = plan + part * 8
     b = gl.load(record)
     tile = gl.load(record + 1)
@@ -65,31 +84,42 @@ def _produce(
     num_tiles = gl.load(record + 3)
     slot = gl.load(record + 4)
     page = gl.load(record + 5)
+    settled = gl.load(record + 6)
     stop = gl.minimum(num_tiles, tile + remaining)
     step = 0
     segment = 0
+    first = tile
+    if USE_PDL:
+        pages = page_table + slot.to(gl.int64) * page_table_stride
+        ahead = gl.minimum(gl.minimum(stop, tile + STAGES), settled)
+        for j in range(tile, ahead):
+            _load_tile(
+                kv_lo_desc, kv_rope_desc, kv_lo, kv_hi, kv_rope, kv_full, kv_empty,
+                page * page_rows, step, D, TILE, STAGES,
+            )
+            page = gl.load(pages + gl.minimum(j + 1, stop - 1))
+            step += 1
+        first += step
+        gdc_wait()
     while remaining > 0:
         pages = page_table + slot.to(gl.int64) * page_table_stride
         mbarrier.wait(q_empty, (segment & 1) ^ 1)
         mbarrier.expect(q_full, (D + 64) * 64 * 2)
-        q_row = b * ROWS + m_block * 64
+        q_row = b * (H * Q_LEN) + m_block * 64
         tma.async_copy_global_to_shared(q_rope_desc, [q_row, D], q_full, q_rope)
         tma.async_copy_global_to_shared(q_lo_desc, [q_row, 0], q_full, q_lo)
-        tma.async_copy_global_to_shared(q_lo_desc, [q_row, HALF], q_full, q_hi)
-        for j in range(tile, stop):
-            stage = step % STAGES
-            full = kv_full.index(stage)
-            mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full, (D + 64) * TILE * 2)
-            kv_row = page * page_rows
-            tma.async_copy_global_to_shared(kv_rope_desc, [kv_row, D], full, kv_rope.index(stage))
-            tma.async_copy_global_to_shared(kv_lo_desc, [kv_row, 0], full, kv_lo.index(stage))
-            tma.async_copy_global_to_shared(kv_lo_desc, [kv_row, HALF], full, kv_hi.index(stage))
+        tma.async_copy_global_to_shared(q_lo_desc, [q_row, D // 2], q_full, q_hi)
+        for j in range(first, stop):
+            _load_tile(
+                kv_lo_desc, kv_rope_desc, kv_lo, kv_hi, kv_rope, kv_full, kv_empty,
+                page * page_rows, step, D, TILE, STAGES,
+            )
             page = gl.load(pages + gl.minimum(j + 1, stop - 1))
             step += 1
         remaining -= stop - tile
         b += 1
         tile = 0
+        first = tile
         segment += 1
         if remaining > 0:
             num_tiles, stop = _next_row(plan, b, remaining, NUM_PARTS)
@@ -157,7 +187,7 @@ def _score(
     ROWS_PAD: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
-    EAGER: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
     """Per tile: P and the factor by which earlier output shrinks; after a row: 1 / sum."""
     ROWS: gl.constexpr = H * Q_LEN
@@ -167,6 +197,8 @@ def _score(
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     rows = m_block * 64 + gl.arange(0, 64, layout=row_layout)
     cols = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))
+    if USE_PDL:
+        gdc_wait()
     record = plan + part * 8
     b = gl.load(record)
     tile = gl.load(record + 1)
@@ -184,40 +216,17 @@ def _score(
         m_i = gl.full([64], float("-inf"), gl.float32, layout=row_layout)
         l_i = gl.zeros([64], gl.float32, layout=row_layout)
         mbarrier.wait(q_full, segment & 1)
-        if EAGER:
+        for j in range(tile, stop):
             pending = _issue_scores(
                 q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step, STAGES
             )
-            for j in range(tile, stop - 1):
-                s = hopper.warpgroup_mma_wait(0, deps=[pending])
-                pending = _issue_scores(
-                    q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step + 1, STAGES
-                )
-                m_i, l_i = _hand_over(
-                    s, m_i, l_i, limit, first_limit, j * TILE, cols, scale_log2, p_tile, factor,
-                    p_full, p_empty, event, TILE,
-                )
-                step += 1
-                event += 1
             s = hopper.warpgroup_mma_wait(0, deps=[pending])
             m_i, l_i = _hand_over(
-                s, m_i, l_i, limit, first_limit, (stop - 1) * TILE, cols, scale_log2, p_tile,
-                factor, p_full, p_empty, event, TILE,
+                s, m_i, l_i, limit, first_limit, j * TILE, cols, scale_log2, p_tile, factor,
+                p_full, p_empty, event, TILE,
             )
             step += 1
             event += 1
-        else:
-            for j in range(tile, stop):
-                pending = _issue_scores(
-                    q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step, STAGES
-                )
-                s = hopper.warpgroup_mma_wait(0, deps=[pending])
-                m_i, l_i = _hand_over(
-                    s, m_i, l_i, limit, first_limit, j * TILE, cols, scale_log2, p_tile, factor,
-                    p_full, p_empty, event, TILE,
-                )
-                step += 1
-                event += 1
         mbarrier.arrive(q_empty, count=1)
         mbarrier.wait(p_empty, (event & 1) ^ 1)
         factor.store(1.0 / gl.where(l_i > 0.0, l_i, 1.0))  # no KV: the output is zero anyway
@@ -255,6 +264,7 @@ def _accumulate(
     ROWS_PAD: gl.constexpr,
     STAGES: gl.constexpr,
     SIDE: gl.constexpr,
+    USE_PDL: gl.constexpr,
 ):
     """SIDE 0 / 1: half of the latent columns; `values` are that half of the KV stages."""
     HALF: gl.constexpr = D // 2
@@ -265,6 +275,8 @@ def _accumulate(
     rows = m_block * 64 + gl.arange(0, 64, layout=row_layout)
     cols = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
     keep = (rows < ROWS)[:, None]
+    if USE_PDL:
+        gdc_wait()
     record = plan + part * 8
     b = gl.load(record)
     tile = gl.load(record + 1)
@@ -326,13 +338,10 @@ def mla_decode_hopper_kernel(
     ROWS_PAD: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
-    EAGER: gl.constexpr,
     USE_PDL: gl.constexpr,
 ):
     """Program (M block, part). Descriptors: q [rows, D + 64], kv [rows, D + 64] with pages
-    `page_rows` rows apart; boxes of 64 rows by D / 2 or 64 columns. EAGER: start the scores of
-    tile i + 1 before the softmax of tile i; wins where tensor cores and not HBM are the limit
-    (a KV stage is then held longer)."""
+    `page_rows` rows apart; boxes of 64 rows by D / 2 or 64 columns."""
     HALF: gl.constexpr = D // 2
     m_block = gl.program_id(0)
     part = gl.program_id(1)
@@ -359,35 +368,36 @@ def mla_decode_hopper_kernel(
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_empty.index(i), count=2)
     hopper.fence_async_shared()
-    if USE_PDL:
-        gdc_wait()
-        gdc_launch_dependents()  # they wait for this kernel's end before they read
     gl.warp_specialize(
         [
             (
                 _score,
                 (q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, p_tile, factor, q_full, q_empty,
                  kv_full, p_full, p_empty, seq_lens, plan, partial_lse, scale_log2, m_block, part,
-                 H, Q_LEN, NUM_PARTS, ROWS_PAD, TILE, STAGES, EAGER),
+                 H, Q_LEN, NUM_PARTS, ROWS_PAD, TILE, STAGES, USE_PDL),
             ),
             (
                 _accumulate,
                 (kv_lo, p_tile, factor, kv_full, kv_empty, p_full, p_empty, plan, out,
-                 partial_out, m_block, part, H * Q_LEN, D, NUM_PARTS, ROWS_PAD, STAGES, 0),
+                 partial_out, m_block, part, H * Q_LEN, D, NUM_PARTS, ROWS_PAD, STAGES, 0,
+                 USE_PDL),
             ),
             (
                 _accumulate,
                 (kv_hi, p_tile, factor, kv_full, kv_empty, p_full, p_empty, plan, out,
-                 partial_out, m_block, part, H * Q_LEN, D, NUM_PARTS, ROWS_PAD, STAGES, 1),
+                 partial_out, m_block, part, H * Q_LEN, D, NUM_PARTS, ROWS_PAD, STAGES, 1,
+                 USE_PDL),
             ),
             (
                 _produce,
                 (q_lo_desc, q_rope_desc, kv_lo_desc, kv_rope_desc, q_lo, q_hi, q_rope, kv_lo,
-                 kv_hi, kv_rope, q_full, q_empty, kv_full, kv_empty, page_table, row_slots, plan,
-                 page_table_stride, page_rows, m_block, part, H * Q_LEN, D, NUM_PARTS, TILE,
-                 STAGES),
+                 kv_hi, kv_rope, q_full, q_empty, kv_full, kv_empty, page_table, row_slots,
+                 plan, page_table_stride, page_rows, m_block, part, H, Q_LEN, D,
+                 NUM_PARTS, TILE, STAGES, USE_PDL),
             ),
         ],
         [4, 4, 1],
         [176, 176, 24],
     )
+    if USE_PDL:
+        gdc_launch_dependents()

@@ -5,10 +5,10 @@ Owns: cutting the concatenated KV tiles of a batch into equal runs, one per part
 and folding the partial outputs of a row that several parts worked on. Does not know: how a part
 computes its tiles.
 
-Plan layout, int32, `[num_parts * 8 + max_rows + 2]`, written on the device, valid for every layer
-of one step: per part (row, first tile in the row, tiles, tiles of the row, slot of the row, page of the
-first tile, 0, 0), so that a part reads its start in one access; then `tile_indptr[num_rows + 1]`, then the
-quota (tiles per part). Part `p` works on global tiles `[p * quota, (p + 1) * quota)`; its partial result for
+Plan layout, int32, `[num_parts * 8 + 3 * max_rows + 1]`, written on the device, valid for every
+layer of one step: per part (row, first tile in the row, tiles, tiles of the row, slot of the row, page
+of the first tile, tiles of the row without this step's tokens, 0), so that a part reads its start in
+one access; then `tile_indptr[num_rows + 1]`; then per row (its first part, its number of parts). Part `p` works on global tiles `[p * quota, (p + 1) * quota)`; its partial result for
 row `b` lies in slot `p + b`: along the list each step raises p or b by one, so slots never collide and
 `num_parts + num_rows` of them are enough.
 Source: the tile scheduler of FlashMLA (contiguous runs over requests) and LSE merging of split-KV
@@ -30,6 +30,7 @@ def mla_plan_kernel(
     page_table_stride,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    Q_LEN: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
     ROWS_PAD: tl.constexpr,
@@ -43,7 +44,7 @@ def mla_plan_kernel(
     quota = tl.maximum((total + NUM_PARTS - 1) // NUM_PARTS, MIN_TILES)
     indptr = plan + NUM_PARTS * 8
     tl.store(indptr, 0)
-    tl.store(indptr + num_rows + 1, quota)
+    row_parts = indptr + num_rows + 1
 
     parts = tl.arange(0, PARTS_PAD)
     starts = parts * quota
@@ -57,6 +58,9 @@ def mla_plan_kernel(
         tiles = tl.where(some < num_rows, tl.maximum((lens + TILE - 1) // TILE, 1), 0)
         ends = done + tl.cumsum(tiles, axis=0)
         tl.store(indptr + 1 + some, ends, mask=some < num_rows)
+        first = (ends - tiles) // quota
+        tl.store(row_parts + some * 2, first, mask=some < num_rows)
+        tl.store(row_parts + some * 2 + 1, (ends - 1) // quota - first + 1, mask=some < num_rows)
         before = (ends[None, :] <= starts[:, None]) & (some < num_rows)[None, :]
         row += tl.sum(before.to(tl.int32), axis=1)
         base += tl.sum(tl.where(before, tiles[None, :], 0), axis=1)
@@ -69,6 +73,7 @@ def mla_plan_kernel(
     busy = keep & (count > 0)
     row_len = tl.load(seq_lens + row, mask=busy, other=0)
     tl.store(plan + parts * 8 + 3, tl.maximum((row_len + TILE - 1) // TILE, 1), mask=keep)
+    tl.store(plan + parts * 8 + 6, tl.maximum(row_len - Q_LEN, 0) // TILE, mask=keep)
     slot = tl.load(row_slots + row, mask=busy, other=0)
     tl.store(plan + parts * 8 + 4, slot, mask=keep)
     at = slot.to(tl.int64) * page_table_stride + starts - base
@@ -94,14 +99,10 @@ def mla_merge_kernel(
     b = tl.program_id(0)
     r = tl.program_id(1)
     indptr = plan + NUM_PARTS * 8
-    start = tl.load(indptr + b)
-    end = tl.load(indptr + b + 1)
-    quota = tl.load(indptr + num_rows + 1)
-    first = start // quota
-    num = (end - 1) // quota - first + 1
+    first = tl.load(indptr + num_rows + 1 + b * 2)
+    num = tl.load(indptr + num_rows + 1 + b * 2 + 1)
     if USE_PDL:
         gdc_wait()
-        gdc_launch_dependents()
     if num > 1:
         slot = first + b
         d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -124,3 +125,5 @@ def mla_merge_kernel(
         inv = 1.0 / tl.where(norm > 0.0, norm, 1.0)  # no KV: the sum is zero anyway
         o = (b.to(tl.int64) * ROWS + r) * D + d
         tl.store(out + o, (acc * inv).to(out.dtype.element_ty))
+    if USE_PDL:
+        gdc_launch_dependents()

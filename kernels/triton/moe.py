@@ -48,18 +48,16 @@ class MoeTiles:
 def tiles_for(num_tokens: int, top_k: int, num_experts: int) -> MoeTiles:
     """Choose by the mean number of tokens an expert gets."""
     mean = num_tokens * top_k / num_experts
+    if num_tokens <= UNSORTED_TOKENS:
+        # Few programs: half tiles, so that each multiprocessor has enough warps.
+        tile = GemmTile(nm=1, kc=2, stages=3, warps=2, slices=2)
+        return MoeTiles(tokens=16, first=tile, second=tile)
     if mean <= 12:
-        return MoeTiles(
-            tokens=16,
-            first=GemmTile(nm=2, kc=1, stages=4, warps=2),
-            second=GemmTile(nm=2, kc=1, stages=4, warps=2),
-        )
+        tile = GemmTile(nm=1, kc=2, stages=3, warps=2)
+        return MoeTiles(tokens=16, first=tile, second=tile)
     if mean <= 48:
-        return MoeTiles(
-            tokens=32,
-            first=GemmTile(nm=2, kc=1, stages=4, warps=2),
-            second=GemmTile(nm=2, kc=1, stages=4, warps=2),
-        )
+        tile = GemmTile(nm=1, kc=2, stages=3, warps=2)
+        return MoeTiles(tokens=32, first=tile, second=tile)
     return MoeTiles(
         tokens=128,
         first=GemmTile(nm=2, kc=1, stages=4),

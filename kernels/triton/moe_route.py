@@ -41,7 +41,6 @@ def moe_topk_kernel(
     """Program per token. The bias moves the choice, never the weight."""
     if USE_PDL:
         gdc_wait()
-        gdc_launch_dependents()  # they wait for this kernel's end before they read
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
     real = e < E
@@ -85,6 +84,8 @@ def moe_topk_kernel(
     keep = slot < TOP_K
     tl.store(topk_ids + row * TOP_K + slot, ids, mask=keep)
     tl.store(topk_weights + row * TOP_K + slot, weights * scale, mask=keep)
+    if USE_PDL:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -106,7 +107,6 @@ def moe_align_kernel(
     pairs again, so none waits for another; the last one also empties the unused items."""
     if USE_PDL:
         gdc_wait()
-        gdc_launch_dependents()
     expert = tl.program_id(0)
     e = tl.arange(0, E_PAD)
     counts = tl.zeros([E_PAD], tl.int32)
@@ -136,6 +136,8 @@ def moe_align_kernel(
             i = i0 + tl.arange(0, BLOCK)
             zero = tl.zeros([BLOCK], tl.int32)
             tl.store(item_count + i, zero, mask=(i >= used) & (i < max_items))
+    if USE_PDL:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -152,7 +154,6 @@ def moe_combine_kernel(
     """Program (token, columns): out = sum of the token's TOP_K rows of parts (+ shared)."""
     if USE_PDL:
         gdc_wait()
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keep = n < N
@@ -162,3 +163,5 @@ def moe_combine_kernel(
     if HAS_SHARED:
         acc += tl.load(shared + row * N + n, mask=keep, other=0.0).to(tl.float32)
     tl.store(out + row * N + n, acc.to(out.dtype.element_ty), mask=keep)
+    if USE_PDL:
+        gdc_launch_dependents()

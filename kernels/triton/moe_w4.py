@@ -173,7 +173,6 @@ def moe_w4_kernel(
     item = tl.program_id(1)
     if USE_PDL:
         gdc_wait()
-        gdc_launch_dependents()  # they wait for this kernel's end before they read
     count = tl.load(item_count + item)
     if count == 0:
         return
@@ -215,6 +214,8 @@ def moe_w4_kernel(
         e = tl.reshape(e, (KC, NM, SLICES, 8, 4, 4))
         w = _expand(c, e, ROWS, COLS, INT4, PORTABLE)
         acc = tl.dot(w, xt.T, acc)
+    if USE_PDL:
+        gdc_launch_dependents()
     position = (begin + t).to(tl.int64)
     if FIRST:
         # Rows come as 8 gate, 8 up, ... : both halves of a SwiGLU lie in one thread.
