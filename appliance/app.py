@@ -25,6 +25,7 @@ from appliance.errors import ApiError, as_api_error, error_body, error_headers
 from appliance.middleware import RequestFrame
 from appliance.services import Services
 from appliance.session_service import SessionService
+from appliance.session_views import SessionViews
 from appliance.turns import TurnService
 from engine.errors import EngineError
 from sessions.errors import SessionError
@@ -42,7 +43,9 @@ ROUTERS = tuple(
 def create_app(services: Services) -> FastAPI:
     """Return the application; it connects when it starts and lets go when it ends."""
     turn_service = TurnService(services)
-    context = ApiContext(services, turn_service, SessionService(services, turn_service))
+    context = ApiContext(
+        services, turn_service, SessionService(services, turn_service), SessionViews(services)
+    )
     app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
     app.state.context = context
     for router in ROUTERS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SessionService: create, change, fork, append to, look at and close sessions.
+"""SessionService: create, change, list, fork, append to and close sessions.
 
-Does not know: HTTP, how a turn runs (turns).
+Does not know: HTTP, how a turn runs (turns), what else can be looked at (session_views).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from appliance import turn_view
 from appliance.api.wire import (
-    CacheBody,
-    ContextBody,
     ForkCreate,
     ItemsAppend,
     SessionCreate,
@@ -25,17 +23,15 @@ from appliance.errors import ApiError
 from appliance.prompts import Head
 from appliance.response_events import item_wire
 from appliance.services import DEFAULT_TENANT, Services
+from appliance.session_settings import changed_settings, new_settings, refuse_unsupported
+from appliance.session_views import page_wire
 from appliance.turns import TurnService
-from engine.errors import EngineUnavailableError
-from sessions.durations import parse_duration
-from sessions.errors import ItemNotFound, QuotaExceeded, SessionNotFound, VersionConflict
+from sessions.errors import QuotaExceeded, SessionNotFound, VersionConflict
 from sessions.history import fork, replace_history
 from sessions.items import parse_items
 from sessions.session import Session, items_record, new_session
-from sessions.settings import ContextPolicy, HoldTimes, ReasoningPolicy, SessionSettings
 from sessions.store import ListQuery
-from sessions.token_codec import count, decode_ids
-from sessions.turn_log import PRELUDE, TURN, PendingTurn, Record, TurnLog
+from sessions.turn_log import PRELUDE, Record, TurnLog
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +54,7 @@ class SessionService:
         services.check_model(body.model)
         refuse_unsupported(body)
         toolset = services.toolset(body.tools or [])
-        settings = self._settings(body)
+        settings = new_settings(body, services.config.sessions.expires_after_ms)
         owner = tenant or DEFAULT_TENANT
         await self._check_quota(owner)
         if body.parent_session_id is not None:
@@ -95,7 +91,7 @@ class SessionService:
     ) -> dict[str, Any]:
         """Change mutable fields; `x_invalidated_tokens` says what a new head costs."""
         refuse_unsupported(body)
-        changes = self._changes(body)
+        changes = changed_settings(body)
 
         async def once() -> dict[str, Any]:
             services = self._services
@@ -175,87 +171,7 @@ class SessionService:
 
         return await self._racing(once)
 
-    async def items(
-        self,
-        tenant: str | None,
-        session_id: str,
-        *,
-        after: str | None,
-        limit: int,
-        newest_first: bool,
-    ) -> dict[str, Any]:
-        """Return a page of the transcript. Raises ItemNotFound for an unknown `after`."""
-        log = await self._log(tenant, session_id)
-        items = list(reversed(log.items)) if newest_first else list(log.items)
-        start = 0
-        if after is not None:
-            position = next((i for i, item in enumerate(items) if item.id == after), None)
-            if position is None:
-                raise ItemNotFound(after)
-            start = position + 1
-        page = items[start : start + limit]
-        return page_wire([item_wire(item) for item in page], start + limit < len(items))
-
-    async def turns(self, tenant: str | None, session_id: str) -> dict[str, Any]:
-        """Return the turns of the history, oldest first, and the one that runs now."""
-        session = await self._services.store.get(session_id, tenant=tenant)
-        log = await self._services.store.read_log(session)
-        data = [turn_view.turn_wire(session_id, r) for r in log.records if r.kind == TURN]
-        if session.current_turn is not None:
-            data.append(await self._turns.get(tenant, session_id, session.current_turn))
-        return page_wire(data, False)
-
-    async def tokens(self, tenant: str | None, session_id: str) -> dict[str, Any]:
-        """Return the exact token ids of the history."""
-        session = await self._services.store.get(session_id, tenant=tenant)
-        token_ids = await self._services.store.read_tokens(session)
-        return {
-            "object": "tokens",
-            "session_id": session_id,
-            "revision": session.revision,
-            "num_tokens": count(token_ids),
-            "token_ids": decode_ids(token_ids),
-        }
-
-    async def cache(self, tenant: str | None, session_id: str) -> dict[str, Any]:
-        """Return where the session's KV is now, and what its last turn reused."""
-        services = self._services
-        session = await services.store.get(session_id, tenant=tenant)
-        log = await services.store.read_log(session)
-        view: dict[str, Any] = {
-            "object": "session.cache",
-            "session_id": session_id,
-            "tokens_total": session.num_tokens,
-            "leased": 0,
-            "last_turn": None,
-            "miss": None,
-        }
-        salt = services.salt_of(session.tenant)
-        try:
-            hit = await services.client.query_prefix(log.token_ids, salt=salt, timeout_s=2.0)
-            view["resident"] = {"l1": hit.l1, "l2": hit.l2, "l3": hit.l3}
-        except EngineUnavailableError:
-            logger.info("residency unknown: no engine", extra={"session_id": session_id})
-        last = await self._last_turn(session, log)
-        if last is not None:
-            view["last_turn"] = turn_view.last_turn_cache(last)
-            view["miss"] = view["last_turn"]["miss"]
-        return view
-
     # Inside -------------------------------------------------------------------------------
-
-    async def _log(self, tenant: str | None, session_id: str) -> TurnLog:
-        session = await self._services.store.get(session_id, tenant=tenant)
-        return await self._services.store.read_log(session)
-
-    async def _last_turn(self, session: Session, log: TurnLog) -> Record | None:
-        if session.last_turn is None:
-            return None
-        record = log.find(session.last_turn)
-        if record is not None:
-            return record
-        turn = await self._services.store.read_turn(session, session.last_turn)
-        return None if isinstance(turn, PendingTurn) else turn
 
     def _items_record(self, session: Session, log: TurnLog, body: ItemsAppend) -> Record:
         services = self._services
@@ -304,38 +220,6 @@ class SessionService:
         if usage.num_sessions >= most:
             raise QuotaExceeded(f"the tenant has {usage.num_sessions} sessions, at most {most}")
 
-    def _settings(self, body: SessionCreate) -> SessionSettings:
-        changes = self._changes(body)
-        reasoning = body.reasoning
-        return SessionSettings(
-            **changes,
-            reasoning=ReasoningPolicy(
-                effort=reasoning.effort if reasoning else None,
-                history=reasoning.history if reasoning else "keep",
-            ),
-            strict_model=body.strict_model,
-            template_policy="append",
-        )
-
-    def _changes(self, body: SessionCreate | SessionUpdate) -> dict[str, Any]:
-        """Return the settings this body sets, as the session room names them."""
-        changes: dict[str, Any] = {}
-        for name in ("instructions", "tool_choice", "on_conflict", "on_disconnect", "priority"):
-            if getattr(body, name) is not None:
-                changes[name] = getattr(body, name)
-        if body.tools is not None:
-            self._services.toolset(body.tools)  # refuses what is no tool
-            changes["tools"] = tuple(body.tools)
-        if body.cache is not None:
-            changes.update(_cache_changes(body.cache))
-        if body.context is not None:
-            changes["context"] = _context_policy(body.context)
-        if body.expires_after is not None:
-            changes["expires_after_ms"] = parse_duration(body.expires_after, path="expires_after")
-        elif isinstance(body, SessionCreate):
-            changes["expires_after_ms"] = self._services.config.sessions.expires_after_ms
-        return changes
-
     async def _racing(self, work: Callable[[], Awaitable[T]]) -> T:
         for _ in range(MAX_RACES):
             try:
@@ -343,34 +227,6 @@ class SessionService:
             except VersionConflict:
                 continue
         return await work()
-
-
-def refuse_unsupported(body: SessionCreate | SessionUpdate | ItemsAppend) -> None:
-    """Raise ApiError for a value of the contract that this server cannot honour yet."""
-    refused: list[tuple[str, Any, Any]] = []
-    if isinstance(body, ItemsAppend):
-        refused += [
-            ("prefill", body.prefill, ("none",)),
-            ("partial", body.partial, (False,)),
-            ("final", body.final, (False,)),
-            ("call_id", body.call_id, (None,)),
-        ]
-    else:
-        refused.append(("on_conflict", body.on_conflict, (None, "reject")))
-        if body.cache is not None:
-            refused.append(("cache.lease", body.cache.lease, (None,)))
-        if body.context is not None:
-            refused.append(("context.on_overflow", body.context.on_overflow, ("error",)))
-    if isinstance(body, SessionCreate) and body.reasoning is not None:
-        refused.append(("reasoning.effort", body.reasoning.effort, (None,)))
-        refused.append(("reasoning.history", body.reasoning.history, ("keep",)))
-    for path, value, allowed in refused:
-        if value not in allowed:
-            raise ApiError(
-                "unsupported_parameter",
-                f"{path}: {value!r} is not supported yet (supported: {allowed[-1]!r})",
-                path,
-            )
 
 
 def check_fits(session: Session, limit: int, path: str) -> None:
@@ -384,31 +240,7 @@ def check_fits(session: Session, limit: int, path: str) -> None:
         )
 
 
-def page_wire(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
-    """Return a page as OpenAI's lists have it."""
-    return {
-        "object": "list",
-        "data": data,
-        "first_id": data[0]["id"] if data else None,
-        "last_id": data[-1]["id"] if data else None,
-        "has_more": has_more,
-    }
-
-
 def _rewritten(record: Record) -> dict[str, Any]:
     """The record's params without the claim that its KV can be found again."""
     report = {**(record.params.get(REPORT) or {}), "rewritten": HEAD_CHANGED, "reusable": 0}
     return {**record.params, REPORT: report}
-
-
-def _cache_changes(cache: CacheBody) -> dict[str, Any]:
-    return {} if cache.hold is None else {"hold": HoldTimes.parse(cache.hold)}
-
-
-def _context_policy(context: ContextBody) -> ContextPolicy:
-    return ContextPolicy(
-        max_tokens=context.max_tokens,
-        on_overflow=context.on_overflow,
-        compact_at=context.compact_at,
-        compact_to=context.compact_to,
-    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One running turn: engine messages in, numbered events out, and at last its record.
+"""One running turn: engine messages in, numbered events out.
 
-Does not know: how a turn is accepted or stored, HTTP. The events of a turn are a function of its
-tokens, so a run that takes up an unfinished turn repeats what readers saw and goes on from there.
+The events of a turn are a function of its tokens, so a run that takes up an unfinished turn repeats
+what readers saw and goes on from there. Does not know: how a turn is accepted or ended, stores.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from appliance import cache_report, turn_view
-from appliance.answer import AnswerReader, KeptTokens
+from appliance import cache_report
+from appliance.answer import AnswerReader
 from appliance.cache_report import Expectation
-from appliance.errors import ApiError, error_object, known_code
+from appliance.errors import ApiError, known_code
 from appliance.grammars import spec_of
 from appliance.response_events import ResponseEvents, WireEvent
 from appliance.turn_events import TurnEvents
@@ -26,24 +26,13 @@ from engine import api
 from engine.client import EngineClient
 from engine.client_streams import StreamItem
 from sessions.token_codec import count, decode_ids, encode_ids
-from sessions.turn_log import (
-    CANCELLED,
-    COMPLETED,
-    FAILED,
-    INCOMPLETE,
-    PendingTurn,
-    Record,
-    TurnTimings,
-    TurnUsage,
-)
+from sessions.turn_log import CANCELLED, COMPLETED, FAILED, INCOMPLETE, PendingTurn, Record
 from tools_schema.structural_tag import GrammarPlan
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-DEADLINE = "deadline"
-CANCEL = "cancel"
 TERMINAL_EVENT = {
     COMPLETED: "turn.completed",
     INCOMPLETE: "turn.incomplete",
@@ -72,7 +61,7 @@ class TurnRun:
     started_s: float = field(default_factory=time.monotonic)
     is_resumed: bool = False
     plan: GrammarPlan | None = None
-    stop_cause: str = ""  # CANCEL | DEADLINE once somebody asked for the end
+    stop_cause: str = ""  # why somebody asked for the end, once somebody did
     cache: api.CacheHit | None = None
     miss: dict[str, Any] | None = None
     submitted_s: float = 0.0
@@ -80,7 +69,7 @@ class TurnRun:
     queued_ms: float | None = None
     finished: api.Finished | None = None
     error: ApiError | None = None
-    _item_ends: list[int] = field(default_factory=list)
+    item_ends: list[int] = field(default_factory=list)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -205,7 +194,7 @@ class TurnRun:
         for token_id in decode_ids(item.token_ids):
             if self.answer.is_stopped:
                 return
-            self._emit(self.response.take(self.answer.push(token_id)))
+            self.emit(self.response.take(self.answer.push(token_id)))
         if self.answer.is_stopped:
             await self.client.abort(self.turn_id)
 
@@ -215,150 +204,15 @@ class TurnRun:
             code = known_code(item.error_code)
             self.error = ApiError(code, item.error_message or "the engine failed this turn")
 
-    def _emit(self, events: list[WireEvent]) -> None:
+    def emit(self, events: list[WireEvent]) -> None:
+        """Number and send events of the answer, noting where whole items end."""
         for event_type, fields in events:
             self.events.emit(event_type, fields)
             if event_type == "response.output_item.done" and self._is_whole(fields["item"]):
-                self._item_ends.append(len(self.answer.token_ids))
+                self.item_ends.append(len(self.answer.token_ids))
 
     def _is_whole(self, item: dict[str, Any]) -> bool:
         return bool(self.response.items) and self.response.items[-1].id == item["id"]
-
-    # The end ------------------------------------------------------------------------------
-
-    def conclude(self, revision: int, now_ms: int) -> Record:
-        """Return the turn's record: committed with `revision`, or (failed, or cancelled without
-        storing its text) an uncommitted one."""
-        status, stop_reason, incomplete_reason = self._outcome()
-        is_cut = status != COMPLETED or stop_reason == "stop_sequence"
-        self._emit(self.response.take(self.answer.finish(is_cut=is_cut)))
-        is_partial = status in (INCOMPLETE, CANCELLED)
-        self._emit(self.response.finish("incomplete" if is_partial else "completed"))
-        if status == COMPLETED and stop_reason == "end_turn" and self.response.num_calls:
-            stop_reason = "tool_use"
-        is_stopped = status == CANCELLED or incomplete_reason == DEADLINE
-        kept = self.answer.kept(text_only=is_stopped)
-        items = tuple(self.response.items)
-        if is_stopped:
-            items = tuple(item for item in items if turn_view.is_text(item))
-        is_committed = status != FAILED and (self.params.store_partial or not is_stopped)
-        if not is_committed:
-            kept, items = KeptTokens(token_ids=b"", num_sampled=0, is_closed=True), ()
-        return Record(
-            id=self.turn_id,
-            revision=revision if is_committed else self.pending.base_revision,
-            input_items=self.pending.input_items,
-            input_token_ids=self.pending.input_token_ids,
-            output_items=items,
-            output_token_ids=kept.token_ids,
-            item_token_ends=self._token_ends(items, kept),
-            status=status,
-            stop_reason=stop_reason,
-            incomplete_reason=incomplete_reason,
-            error=error_object(self.error) if self.error is not None else None,
-            assistant_closed=kept.is_closed,
-            usage=self._usage(),
-            params={**self.params.to_stored(), cache_report.REPORT: self._report(kept)},
-            idempotency_key=self.pending.idempotency_key,
-            body_hash=self.pending.body_hash,
-            timings=self._timings(now_ms),
-            model_fingerprint=self.model_fingerprint,
-            page_hashes=self.finished.page_hashes if self.finished is not None else b"",
-            committed=is_committed,
-        )
-
-    def failed_record(self, now_ms: int) -> Record:
-        """Return the record of a turn that broke off: no output, not committed."""
-        assert self.error is not None
-        return Record(
-            id=self.turn_id,
-            revision=self.pending.base_revision,
-            input_items=self.pending.input_items,
-            input_token_ids=self.pending.input_token_ids,
-            status=FAILED,
-            error=error_object(self.error),
-            usage=self._usage(),
-            params=self.params.to_stored(),
-            idempotency_key=self.pending.idempotency_key,
-            body_hash=self.pending.body_hash,
-            timings=self._timings(now_ms),
-            model_fingerprint=self.model_fingerprint,
-            committed=False,
-        )
-
-    def _outcome(self) -> tuple[str, str | None, str | None]:
-        """(status, stop_reason, incomplete_reason) of the sampling, calls left out of account."""
-        if self.error is not None:
-            return FAILED, None, None
-        if self.answer.is_stopped:
-            return COMPLETED, "stop_sequence", None
-        reason = self.finished.reason if self.finished is not None else api.FinishReason.ABORTED
-        if reason is api.FinishReason.LENGTH:
-            return INCOMPLETE, None, self.params.limited_by
-        if reason is api.FinishReason.ABORTED:
-            if self.stop_cause == DEADLINE:
-                return INCOMPLETE, None, DEADLINE
-            return CANCELLED, None, None
-        return COMPLETED, "end_turn", None
-
-    def _token_ends(self, items: Sequence[Any], kept: KeptTokens) -> tuple[int, ...]:
-        """Where items end, if every one is known: input ends, then positions behind the input."""
-        ends = self.pending.item_token_ends
-        if len(ends) != len(self.pending.input_items):
-            return ()
-        if not items:
-            return ends
-        input_len, num_kept = count(self.pending.input_token_ids), count(kept.token_ids)
-        output = [input_len + min(end, num_kept) for end in self._item_ends[: len(items)]]
-        if len(output) != len(items):
-            return ()
-        output[-1] = input_len + num_kept
-        return (*ends, *output)
-
-    def _usage(self) -> TurnUsage:
-        cache = self.cache
-        return TurnUsage(
-            input_tokens=self.prompt_len,
-            output_tokens=len(self.answer.token_ids),
-            cached_l1=cache.l1 if cache is not None else None,
-            cached_l2=cache.l2 if cache is not None else None,
-            cached_l3=cache.l3 if cache is not None else None,
-            computed=cache.to_compute if cache is not None else None,
-        )
-
-    def _timings(self, now_ms: int) -> TurnTimings:
-        ttft_s = self.first_token_s - self.started_s if self.first_token_s else None
-        return TurnTimings(
-            created_at_ms=self.pending.created_at_ms,
-            finished_at_ms=now_ms,
-            queued_ms=self.queued_ms,
-            ttft_ms=round(ttft_s * 1000, 3) if ttft_s is not None else None,
-        )
-
-    def _report(self, kept: KeptTokens) -> dict[str, Any]:
-        """What later turns and `explain` want to know of this one."""
-        hello = self.client.hello
-        fallbacks = self.plan.fallbacks if self.plan is not None else ()
-        return {
-            "reusable": self._reusable(kept),
-            "engine_instance": hello.instance_id if hello is not None else "",
-            "expected": self.expected.tokens,
-            "miss": self.miss,
-            "committed_tokens": count(kept.token_ids),
-            "grammar_fallback": [
-                {"tool": f.tool, "reason": f.reason, "path": f.path} for f in fallbacks
-            ],
-            "invalid_calls": self.response.invalid_calls,
-            "problems": self.response.problems,
-        }
-
-    def _reusable(self, kept: KeptTokens) -> int:
-        """Tokens of the history, this turn's included, whose KV this turn leaves behind."""
-        num_sampled = len(self.answer.token_ids)
-        if not num_sampled:  # stopped before its first token: maybe in mid-prefill
-            return self.finished.num_cached_tokens if self.finished is not None else 0
-        # The last token sampled is in the history, but nothing ever computed its KV.
-        return self.prompt_len + min(kept.num_sampled, num_sampled - 1)
 
 
 def _is_unknown(item: StreamItem) -> bool:

@@ -17,6 +17,7 @@ from fastapi import Depends, Request
 from appliance.errors import ApiError
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_service import SessionService
+from appliance.session_views import SessionViews
 from appliance.turns import TurnService
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class ApiContext:
     services: Services
     turns: TurnService
     sessions: SessionService
+    views: SessionViews
 
 
 class ClientGone(Exception):

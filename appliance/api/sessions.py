@@ -96,7 +96,7 @@ async def list_items(
     order: Literal["asc", "desc"] = "asc",
 ) -> Any:
     """Return the transcript, page by page, oldest first."""
-    return await context.sessions.items(
+    return await context.views.items(
         caller, session_id, after=after, limit=limit, newest_first=order == "desc"
     )
 
@@ -104,7 +104,7 @@ async def list_items(
 @router.get("/{session_id}/tokens")
 async def list_tokens(session_id: str, context: Context, caller: Caller) -> Any:
     """Return the exact token ids of the history."""
-    return await context.sessions.tokens(caller, session_id)
+    return await context.views.tokens(caller, session_id)
 
 
 @router.post("/{session_id}/fork")
@@ -116,4 +116,4 @@ async def fork_session(session_id: str, body: ForkCreate, context: Context, call
 @router.get("/{session_id}/cache")
 async def session_cache(session_id: str, context: Context, caller: Caller) -> Any:
     """Return where the session's KV is, what its last turn reused, and why not more."""
-    return await context.sessions.cache(caller, session_id)
+    return await context.views.cache(caller, session_id)

@@ -20,9 +20,9 @@ from appliance.api.wire import TurnCreate
 from appliance.errors import STATUS_BY_CODE, ApiError, known_code
 from appliance.middleware import RECEIVED_S
 from appliance.turn_events import TurnEvents, terminal_frame
+from appliance.turn_preparation import Ask
 from appliance.turn_run import TERMINAL_EVENT
 from appliance.turn_view import terminal_fields
-from appliance.turns import Ask
 
 router = APIRouter(prefix="/v1/sessions/{session_id}/turns", tags=["turns"])
 
@@ -69,7 +69,7 @@ async def create_turn(
 @router.get("")
 async def list_turns(session_id: str, context: Context, caller: Caller) -> Any:
     """Return the turns of the history, and the one that runs now."""
-    return await context.sessions.turns(caller, session_id)
+    return await context.views.turns(caller, session_id)
 
 
 @router.get("/{turn_id}")

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends a turn: stores its record, then tells its readers; in this order, whatever fails.
+
+Does not know: how a turn runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from appliance import turn_record, turn_view
+from appliance.errors import ApiError
+from appliance.metrics import Metrics
+from appliance.turn_run import TERMINAL_EVENT, TurnRun
+from sessions.errors import SessionError, StoreUnavailable, VersionConflict
+from sessions.store import SessionStore
+from sessions.turn_log import Record
+
+logger = logging.getLogger(__name__)
+
+MAX_RACES = 8  # lost races against other writers of a session before giving up
+STORE_RETRIES_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
+
+
+class TurnEnding:
+    """Shared by all turns of a process."""
+
+    def __init__(self, store: SessionStore, metrics: Metrics, clock_ms: Callable[[], int]) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._clock_ms = clock_ms
+
+    async def finish(self, run: TurnRun) -> None:
+        """Commit what the run made, or keep its failure; then send the terminal event."""
+        record = turn_record.conclude(run, self._clock_ms())
+        try:
+            await self._with_retries(lambda: self._store_record(run, record))
+        except SessionError as error:
+            logger.error("turn not stored: %s", error, extra={"turn_id": run.turn_id})
+            await self.break_off(run, ApiError(error.code, f"the turn was not stored: {error}"))
+            return
+        self._tell(run, record)
+        self._count(run, record)
+
+    async def break_off(self, run: TurnRun, error: ApiError) -> None:
+        """End the stream of a turn that could not be ended properly."""
+        run.error = run.error or error
+        record = turn_record.broken_off(run, self._clock_ms())
+        try:
+            await self._store_record(run, record)
+        except SessionError:
+            # The next API process finds it there and takes it up.
+            logger.warning("turn left pending in the store", extra={"turn_id": run.turn_id})
+        self._tell(run, record)
+
+    async def _store_record(self, run: TurnRun, record: Record) -> None:
+        for _ in range(MAX_RACES):
+            session = await self._store.get(run.pending.session_id)
+            if session.current_turn != record.id:
+                return  # an earlier try got through
+            now_ms = self._clock_ms()
+            try:
+                if record.committed:
+                    await self._store.commit_turn(session.commit_turn(record, now_ms), record)
+                else:
+                    await self._store.end_turn(session.end_turn(record, now_ms), record)
+                return
+            except VersionConflict:
+                continue
+        raise StoreUnavailable("the session changes too fast to end its turn")
+
+    async def _with_retries(self, work: Callable[[], Awaitable[None]]) -> None:
+        for wait_s in STORE_RETRIES_S:
+            try:
+                return await work()
+            except StoreUnavailable as error:
+                logger.warning("store: %s; next try in %.2f s", error, wait_s)
+                await asyncio.sleep(wait_s)
+        await work()
+
+    def _tell(self, run: TurnRun, record: Record) -> None:
+        turn = turn_view.turn_wire(run.pending.session_id, record)
+        run.events.emit(TERMINAL_EVENT[record.status], turn_view.terminal_fields(turn))
+        run.events.close()
+
+    def _count(self, run: TurnRun, record: Record) -> None:
+        metrics, now_s = self._metrics, time.monotonic()
+        reason = record.stop_reason or record.incomplete_reason or ""
+        if record.error is not None:
+            reason = str(record.error["code"])
+        metrics.turns.labels(record.status, reason).inc()
+        metrics.turn_seconds.observe(now_s - run.started_s)
+        metrics.output_tokens.inc(record.usage.output_tokens)
+        if run.first_token_s:
+            metrics.turn_first_token_seconds.observe(run.first_token_s - run.started_s)
+        num_invalid = len(run.response.invalid_calls)
+        metrics.tool_calls.labels("yes").inc(run.response.num_calls - num_invalid)
+        metrics.tool_calls.labels("no").inc(num_invalid)
+        if run.cache is not None:
+            metrics.count_cache(run.cache, run.miss)

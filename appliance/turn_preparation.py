@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a request to a turn that can be stored, and from a stored turn to one that can run.
+
+Does not know: when either happens, stores, HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from appliance.api.wire import TurnCreate
+from appliance.cache_report import expected_reuse
+from appliance.errors import ApiError
+from appliance.grammars import GrammarQuestion
+from appliance.services import Services
+from appliance.turn_events import TurnEvents
+from appliance.turn_params import TurnParams, turn_params
+from appliance.turn_run import TurnRun
+from sessions.ids import new_id
+from sessions.items import parse_items
+from sessions.session import Session
+from sessions.token_codec import count
+from sessions.turn_log import PendingTurn, TurnLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request for a turn. `body_hash` says whether two bodies are the same."""
+
+    tenant: str | None
+    session_id: str
+    body: TurnCreate
+    idempotency_key: str | None = None
+    body_hash: str = ""
+    received_s: float = field(default_factory=time.monotonic)
+
+
+def prepare_turn(
+    services: Services, session: Session, log: TurnLog, ask: Ask, now_ms: int
+) -> PendingTurn:
+    """Check and render a turn; nothing is written and the engine hears nothing.
+
+    Raises: the errors of the session room and of tools_schema; ApiError.
+    """
+    body = ask.body
+    items = session.prepare_input(parse_items(body.input), auto_close_calls=body.auto_close_calls)
+    head = services.head_of(session)
+    rendered = services.renderer.render_turn(services.end_of(session, log, items), items, head)
+    prompt_len = session.num_tokens + count(rendered.token_ids)
+    if not prompt_len:
+        raise ApiError("invalid_value", "input: there is nothing to answer", "input")
+    limit = services.context_limit(session)
+    if prompt_len >= limit:
+        raise ApiError(
+            "context_length_exceeded",
+            f"input: {count(rendered.token_ids)} new tokens behind {session.num_tokens} make "
+            f"{prompt_len}; the context holds {limit}, output included",
+            "input",
+        )
+    params = turn_params(body, session.settings.tool_choice, limit - prompt_len)
+    question = GrammarQuestion(
+        head.toolset, params.choice(head.toolset), params.parsed_response_format()
+    )
+    services.grammars.plan(question)
+    return PendingTurn(
+        id=new_id("turn"),
+        session_id=session.id,
+        base_revision=session.revision,
+        input_items=items,
+        input_token_ids=rendered.token_ids,
+        item_token_ends=rendered.item_token_ends,
+        params=params.to_stored(),
+        idempotency_key=ask.idempotency_key,
+        body_hash=ask.body_hash,
+        created_at_ms=now_ms,
+        deadline_ms=body.deadline_ms,
+    )
+
+
+def build_run(
+    services: Services,
+    session: Session,
+    log: TurnLog,
+    pending: PendingTurn,
+    events: TurnEvents,
+) -> TurnRun:
+    """Put together what a turn needs while it runs; the same before and after a restart."""
+    params = TurnParams.from_stored(pending.params)
+    toolset = services.head_of(session).toolset
+    return TurnRun(
+        pending=pending,
+        params=params,
+        events=events,
+        answer=services.answer_reader(pending.id, toolset, params.choice(toolset), params.stop),
+        response=services.response_events(pending.id, toolset),
+        client=services.client,
+        records=log.records,
+        history=log.token_ids,
+        expected=expected_reuse(log),
+        tenant=session.tenant,
+        salt=services.salt_of(session.tenant),
+        priority=session.settings.priority,
+        model_fingerprint=services.assets.fingerprint,
+    )
