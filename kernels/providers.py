@@ -18,6 +18,11 @@ REFERENCE_MODULES = (
     "bitmask",
     "linear",
     "llama",
+    "mla",
+    "mla_kv_write",
+    "mla_prefill",
+    "moe",
+    "moe_dense",
     "norm",
     "page_copy",
     "rope",
@@ -29,6 +34,7 @@ def load_builtin_kernels() -> None:
     """Import (and so register) the reference kernels and those that this machine can use."""
     for name in REFERENCE_MODULES:
         importlib.import_module(f"kernels.reference.{name}")
+    importlib.import_module("kernels.portable")
     if importlib.util.find_spec("_cpu_kernels") is not None:
         importlib.import_module("kernels.cpu")
     if torch.cuda.is_available():

@@ -13,15 +13,15 @@ import torch
 
 from kvtiers.config import DevicePoolConfig
 from kvtiers.errors import PoolTooSmallError
-from kvtiers.layout import PageLayout
+from kvtiers.layout import KvLayout
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class DevicePool:
-    """`kv`: [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim], zeroed, contiguous."""
+    """`kv`: a tensor of `layout.pool_shape(num_pages)`, zeroed, contiguous."""
 
-    def __init__(self, layout: PageLayout, num_pages: int, device: torch.device) -> None:
+    def __init__(self, layout: KvLayout, num_pages: int, device: torch.device) -> None:
         self.layout = layout
         self.num_pages = num_pages
         num_bytes = num_pages * layout.page_bytes
@@ -51,7 +51,7 @@ def _device_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def count_pages(
-    config: DevicePoolConfig, layout: PageLayout, *, free_bytes: int, max_context_len: int
+    config: DevicePoolConfig, layout: KvLayout, *, free_bytes: int, max_context_len: int
 ) -> int:
     """How many pages the pool gets.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 
 from kvtiers.errors import TierConfigError
-from kvtiers.layout import PageLayout
+from kvtiers.layout import KvLayout
 
 PAGE_HASH_BYTES = 16
 
@@ -21,7 +21,7 @@ class ObjectKeys:
     never answer for another's.
     """
 
-    def __init__(self, model_fingerprint: str, layout: PageLayout, salt: str = "") -> None:
+    def __init__(self, model_fingerprint: str, layout: KvLayout, salt: str = "") -> None:
         # The parts are length-prefixed: no two namespaces may spell the same bytes.
         digest = hashlib.sha256()
         for part in (model_fingerprint, layout.fingerprint(), salt):

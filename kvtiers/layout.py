@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes of one KV page: how large, in which order, and a fingerprint of both.
 
-Does not know: torch, where pages live, who owns them. A page holds, layer after layer, its keys,
-then its values: [num_layers, 2, page_size, num_kv_heads, head_dim], contiguous.
+Does not know: torch, where pages live, who owns them. A page is one contiguous blob. With keys and
+values it holds, layer after layer, its keys, then its values: [num_layers, 2, page_size,
+num_kv_heads, head_dim]; with latents (MLA), layer after layer, one row a token: [num_layers,
+page_size, latent_dim + rope_dim], the normed latent, then the rotated key part in rotate-half
+order.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from kvtiers.errors import TierConfigError
 
@@ -17,9 +21,26 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 LAYOUT_VERSION = 1
 
 
+class KvLayout(Protocol):
+    """What pools, transfers and stores need of a layout."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def token_bytes(self) -> int: ...
+    def pool_shape(self, num_pages: int) -> tuple[int, ...]: ...
+    def fingerprint(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLayout:
-    """Sizes of a page. Raises TierConfigError for a size below 1 or an unknown dtype."""
+    """Keys and values. Raises TierConfigError for a size below 1 or an unknown dtype."""
 
     num_layers: int
     page_size: int  # tokens
@@ -28,11 +49,7 @@ class PageLayout:
     dtype: str  # float32 | bfloat16
 
     def __post_init__(self) -> None:
-        if self.dtype not in ELEMENT_BYTES:
-            raise TierConfigError("layout.dtype", self.dtype, " | ".join(ELEMENT_BYTES))
-        for name in ("num_layers", "page_size", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise TierConfigError(f"layout.{name}", getattr(self, name), "1 or more")
+        _check(self, ("num_layers", "page_size", "num_kv_heads", "head_dim"))
 
     @property
     def plane_bytes(self) -> int:
@@ -72,6 +89,55 @@ class PageLayout:
 
     def fingerprint(self) -> str:
         """32 hex digits; two layouts share it only if their pages are interchangeable."""
-        fields = ";".join(f"{key}={value}" for key, value in sorted(asdict(self).items()))
-        text = f"moorage-page-v{LAYOUT_VERSION};{fields}"
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        return _fingerprint("page", asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentLayout:
+    """MLA latents. Raises TierConfigError for a size below 1 or an unknown dtype."""
+
+    num_layers: int
+    page_size: int  # tokens
+    latent_dim: int
+    rope_dim: int
+    dtype: str  # float32 | bfloat16
+
+    def __post_init__(self) -> None:
+        _check(self, ("num_layers", "page_size", "latent_dim", "rope_dim"))
+
+    @property
+    def layer_bytes(self) -> int:
+        """One page in one layer."""
+        return self.page_size * (self.latent_dim + self.rope_dim) * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> int:
+        """One page, all layers: what a store keeps as one object."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """One token, all layers."""
+        return self.page_bytes // self.page_size
+
+    def pool_shape(self, num_pages: int) -> tuple[int, int, int, int]:
+        """Shape of a pool that holds whole pages one after the other."""
+        return (num_pages, self.num_layers, self.page_size, self.latent_dim + self.rope_dim)
+
+    def fingerprint(self) -> str:
+        """32 hex digits; two layouts share it only if their pages are interchangeable."""
+        return _fingerprint("latent-page", asdict(self))
+
+
+def _check(layout: PageLayout | LatentLayout, sizes: tuple[str, ...]) -> None:
+    if layout.dtype not in ELEMENT_BYTES:
+        raise TierConfigError("layout.dtype", layout.dtype, " | ".join(ELEMENT_BYTES))
+    for name in sizes:
+        if getattr(layout, name) < 1:
+            raise TierConfigError(f"layout.{name}", getattr(layout, name), "1 or more")
+
+
+def _fingerprint(kind: str, fields: dict[str, object]) -> str:
+    spelled = ";".join(f"{key}={value}" for key, value in sorted(fields.items()))
+    text = f"moorage-{kind}-v{LAYOUT_VERSION};{spelled}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

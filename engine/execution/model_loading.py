@@ -7,18 +7,15 @@ Does not know: KV pools, steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.models.config import (
-    DecoderConfig,
-    decoder_config_from_gguf,
-    decoder_config_from_hf,
-)
-from engine.models.llama import LlamaForCausalLM, LoadOptions
-from engine.models.registry import model_class
+from engine.models.config import decoder_config_from_gguf
+from engine.models.model import LoadOptions, PagedModel
+from engine.models.registry import Architecture, architecture, architecture_of
 from engine.weights.gguf import open_gguf
 from engine.weights.gguf_weights import GgufWeights
 from engine.weights.hf import HfWeights
@@ -32,7 +29,7 @@ _KIND_OF_FORMAT = {"gguf": ModelKind.GGUF, "safetensors": ModelKind.HF}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    model: LlamaForCausalLM
+    model: PagedModel
     dtype_name: str  # of activations and KV: float32 | bfloat16
     weights_name: str  # packed | dequantized
     max_context_len: int
@@ -53,7 +50,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise ConfigError(
             "engine.load_format", config.load_format, f"what {source.path} is: {source.kind}"
         )
-    decoder, reader = _open(source, is_dummy=config.load_format == "dummy")
+    kind, decoder, reader = _open(source, is_dummy=config.load_format == "dummy")
     max_context_len = config.max_context_len or decoder.max_context_len
     if max_context_len > decoder.max_context_len:
         raise ConfigError(
@@ -63,10 +60,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
         )
     dtype_name, keep_packed = choose_precision(config, source)
     options = LoadOptions(
-        dtype=_DTYPES[dtype_name], keep_packed=keep_packed, max_positions=max_context_len
+        dtype=_DTYPES[dtype_name],
+        keep_packed=keep_packed,
+        max_positions=max_context_len,
+        max_rows=config.max_slots,
     )
     return LoadedModel(
-        model=model_class(decoder.architecture).load(decoder, reader, options),
+        model=kind.model.load(decoder, reader, options),
         dtype_name=dtype_name,
         weights_name="packed" if keep_packed else "dequantized",
         max_context_len=max_context_len,
@@ -122,10 +122,13 @@ def _deterministic_precision(config: EngineConfig) -> tuple[str, bool]:
     return "float32", False
 
 
-def _open(source: ModelSource, is_dummy: bool) -> tuple[DecoderConfig, WeightReader]:
+def _open(source: ModelSource, is_dummy: bool) -> tuple[Architecture, Any, WeightReader]:
+    """Who loads the model, its configuration, and its weights."""
     if source.kind is ModelKind.HF:
-        decoder = decoder_config_from_hf(source.path)
-        return decoder, RandomWeights() if is_dummy else HfWeights(source.path)
+        kind = architecture_of(source.path)
+        decoder = kind.read_config(source.path)
+        return kind, decoder, RandomWeights() if is_dummy else HfWeights(source.path)
     file = open_gguf(source.path)
-    decoder = decoder_config_from_gguf(file.metadata, file.tensors)
-    return decoder, RandomWeights() if is_dummy else GgufWeights(file, decoder.head_dim)
+    llama = decoder_config_from_gguf(file.metadata, file.tensors)
+    reader = RandomWeights() if is_dummy else GgufWeights(file, llama.head_dim)
+    return architecture(llama.architecture), llama, reader

@@ -18,13 +18,12 @@ from engine.config import EngineConfig
 from engine.execution.batch import ForwardBatch
 from engine.execution.memory import free_host_bytes
 from engine.execution.model_loading import LoadedModel, has_compiled_decoder, load_model
-from engine.models.llama import LlamaForCausalLM
+from engine.models.model import PagedModel, StepRows
 from kernels.errors import KernelInputError
-from kernels.llama_stack import PagedRows
 from kernels.ops.page_copy import copy_pages
 from kvtiers.config import DevicePoolConfig
 from kvtiers.device_pool import DevicePool, count_pages
-from kvtiers.layout import PageLayout
+from kvtiers.layout import KvLayout
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class PagedModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: PagedModel,
         pool: DevicePool,
         *,
         max_slots: int,
@@ -45,7 +44,7 @@ class PagedModelRunner:
     ) -> None:
         self._model = model
         self._pool = pool
-        self.vocab_size = model.config.vocab_size
+        self.vocab_size = model.vocab_size
         self.max_context_len = max_context_len
         self.page_size = pool.layout.page_size
         self.num_pages = pool.num_pages
@@ -54,11 +53,11 @@ class PagedModelRunner:
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """The pool's tensor [num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]."""
+        """The pool's tensor, of `layout.pool_shape(num_pages)`."""
         return self._pool.kv
 
     @property
-    def layout(self) -> PageLayout:
+    def layout(self) -> KvLayout:
         return self._pool.layout
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -71,18 +70,24 @@ class PagedModelRunner:
         with torch.no_grad():
             if batch.page_copies.shape[0]:
                 copy_pages(self._pool.kv, batch.page_copies)
-            rows = PagedRows(
-                positions=batch.positions,
-                slot_mapping=batch.slot_mapping,
-                row_indptr=batch.row_indptr,
-                row_slots=batch.row_slots,
-                seq_lens=batch.seq_lens,
-                page_table=batch.page_table,
-                page_size=self.page_size,
-            )
+            rows = self._rows(batch)
             return self._model.forward(
                 self._resolved_ids(batch), rows, self._pool.kv, batch.sample_rows
             )
+
+    def _rows(self, batch: ForwardBatch) -> StepRows:
+        num_prefill_rows = count_prefill_rows(batch.row_indptr)
+        return StepRows(
+            positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
+            row_indptr=batch.row_indptr,
+            row_slots=batch.row_slots,
+            seq_lens=batch.seq_lens,
+            page_table=batch.page_table,
+            page_size=self.page_size,
+            num_prefill_rows=num_prefill_rows,
+            num_prefill_tokens=int(batch.row_indptr[num_prefill_rows]),
+        )
 
     def warm_up(self) -> None:
         """Run a small and a large step, so that weights are repacked before the first request."""
@@ -91,7 +96,7 @@ class PagedModelRunner:
             positions = torch.arange(num_tokens, dtype=torch.int32)
             one = torch.tensor([num_tokens], dtype=torch.int32)
             zero = torch.zeros(1, dtype=torch.int32)
-            rows = PagedRows(
+            rows = StepRows(
                 positions=positions,
                 slot_mapping=positions,  # page 0
                 row_indptr=torch.cat((zero, one)),
@@ -99,6 +104,8 @@ class PagedModelRunner:
                 seq_lens=one,
                 page_table=zero[None],
                 page_size=self.page_size,
+                num_prefill_rows=int(num_tokens > 1),
+                num_prefill_tokens=num_tokens if num_tokens > 1 else 0,
             )
             with torch.no_grad():
                 self._model.forward(torch.zeros_like(positions), rows, self._pool.kv, zero)
@@ -131,13 +138,7 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner:
     use_threads(config.num_threads or len(os.sched_getaffinity(0)))
     loaded = load_model(config)
     model = loaded.model
-    layout = PageLayout(
-        num_layers=model.config.num_layers,
-        page_size=config.page_size,
-        num_kv_heads=model.config.num_kv_heads,
-        head_dim=model.config.head_dim,
-        dtype=loaded.dtype_name,
-    )
+    layout = model.kv_layout(config.page_size, loaded.dtype_name)
     num_pages = count_pages(
         DevicePoolConfig(pool_tokens=config.kv_pool_tokens),
         layout,
@@ -164,6 +165,12 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner:
     return runner
 
 
+def count_prefill_rows(row_indptr: torch.Tensor) -> int:
+    """How many rows come before those that have one token each, to the end of the step."""
+    is_longer = row_indptr.diff() != 1
+    return int(is_longer.nonzero()[-1]) + 1 if bool(is_longer.any()) else 0
+
+
 def use_threads(num_threads: int) -> None:
     """Set the compute threads of torch and, where it is there, of the compiled extension."""
     torch.set_num_threads(num_threads)
@@ -172,7 +179,7 @@ def use_threads(num_threads: int) -> None:
         kernels_cpu.set_num_threads(num_threads)
 
 
-def _fingerprint(loaded: LoadedModel, layout: PageLayout) -> str:
+def _fingerprint(loaded: LoadedModel, layout: KvLayout) -> str:
     """Changes with anything that changes the KV a token gets."""
     parts = (loaded.weights_fingerprint, loaded.weights_name, layout.fingerprint())
     return hashlib.sha256(";".join(parts).encode()).hexdigest()[:32]

@@ -2,8 +2,8 @@
 """Rotary embedding tables, with the frequency scalings we have.
 
 Does not know: files, kernels (they take the table).
-Source: RoFormer (arXiv 2104.09864); linear scaling (arXiv 2306.15595); the llama3 scaling as the
-Llama 3.1 model card's reference code defines it.
+Source: RoFormer (arXiv 2104.09864); linear scaling (arXiv 2306.15595); YaRN (arXiv 2309.00071);
+the llama3 scaling as the Llama 3.1 model card's reference code defines it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def rope_table(
         frequencies = frequencies / rope.factor
     elif rope.kind == "llama3":
         frequencies = _llama3_frequencies(rope, frequencies)
+    elif rope.kind == "yarn":
+        frequencies = _yarn_frequencies(rope, frequencies, head_dim)
     angles = torch.outer(torch.arange(max_positions).float(), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
@@ -49,3 +51,17 @@ def _llama3_frequencies(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Te
     between = (1 - share) * frequencies / rope.factor + share * frequencies
     scaled = torch.where(wave_len > shortest_scaled, frequencies / rope.factor, between)
     return torch.where(wave_len < longest_kept, frequencies, scaled)
+
+
+def _yarn_frequencies(rope: RopeConfig, frequencies: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Kept where a wave turns often in the original context, stretched where it hardly turns."""
+
+    def dim_of(num_rotations: float) -> float:
+        wave_len = rope.original_context_len / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(wave_len) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dim_of(rope.beta_fast)), 0)
+    high = min(math.ceil(dim_of(rope.beta_slow)), head_dim - 1)
+    width = high - low if high != low else 0.001
+    stretched = ((torch.arange(head_dim // 2).float() - low) / width).clamp(0, 1)
+    return frequencies / rope.factor * stretched + frequencies * (1 - stretched)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a decoder, read from GGUF metadata or a Hugging Face config.json. Torch-free.
+"""The sizes of a dense decoder, read from GGUF metadata or a Hugging Face config.json. Torch-free.
 
 Does not know: tensors, kernels. What a config asks for and we do not have is refused, not ignored.
+The forms that config files share between architectures (rope, refusals) are read here too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,30 @@ from engine.weights.errors import ModelFormatError, UnsupportedModelError
 
 _ROPE_KINDS = ("default", "linear", "llama3")
 _HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+_PLAIN: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", None),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "sliding_window": (None,),
+    "partial_rotary_factor": (1.0, None),
+    "quantization_config": (None,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. `factor` and those after it are used by kinds linear and llama3."""
+    """Rotary embedding. `factor` and those after it are used by some kinds only."""
 
     theta: float
-    kind: str = "default"  # default | linear | llama3
+    kind: str = "default"  # default | linear | llama3 | yarn
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context_len: int = 0
+    # yarn: bounds of the ramp in rotations, and the factor on cos and sin
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +107,13 @@ def decoder_config_from_hf(directory: Path) -> DecoderConfig:
         ModelFormatError: the file is damaged or a key is missing.
     """
     path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ModelFormatError(f"{path}: not JSON: {error}") from None
+    config = read_config(directory)
     architectures = config.get("architectures") or [None]
     if architectures[0] not in _HF_ARCHITECTURES:
         raise UnsupportedModelError(
             f"{path}: architectures is {architectures!r}; supported: {', '.join(_HF_ARCHITECTURES)}"
         )
-    _refuse_unknown_features(config, path)
+    refuse_other_values(config, path, _PLAIN)
     try:
         num_heads = int(config["num_attention_heads"])
         return DecoderConfig(
@@ -117,7 +127,7 @@ def decoder_config_from_hf(directory: Path) -> DecoderConfig:
             vocab_size=int(config["vocab_size"]),
             max_context_len=int(config["max_position_embeddings"]),
             rms_eps=float(config["rms_norm_eps"]),
-            rope=_hf_rope(config, path),
+            rope=rope_from_hf(config, path, _ROPE_KINDS),
             is_tied=bool(config.get("tie_word_embeddings", False)),
         )
     except KeyError as error:
@@ -145,14 +155,29 @@ def _gguf_rope(metadata: Mapping[str, Any]) -> RopeConfig:
     )
 
 
-def _hf_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
-    """Both forms: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    spec = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model directory. Raises ModelFormatError."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelFormatError(f"{path}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelFormatError(f"{path}: not a JSON object")
+    return config
+
+
+def rope_spec(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rope settings in either form: `rope_parameters`, or `rope_scaling`."""
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def rope_from_hf(config: Mapping[str, Any], path: Path, kinds: Sequence[str]) -> RopeConfig:
+    """Read rope settings of any kind but yarn's own fields. Raises UnsupportedModelError."""
+    spec = rope_spec(config)
     kind = spec.get("rope_type", spec.get("type", "default"))
-    if kind not in _ROPE_KINDS:
-        raise UnsupportedModelError(
-            f"{path}: rope type is {kind!r}; supported: {', '.join(_ROPE_KINDS)}"
-        )
+    if kind not in kinds:
+        raise UnsupportedModelError(f"{path}: rope type is {kind!r}; supported: {', '.join(kinds)}")
     context_len = config["max_position_embeddings"]
     return RopeConfig(
         theta=float(spec.get("rope_theta") or config.get("rope_theta") or 10000.0),
@@ -164,15 +189,10 @@ def _hf_rope(config: Mapping[str, Any], path: Path) -> RopeConfig:
     )
 
 
-def _refuse_unknown_features(config: Mapping[str, Any], path: Path) -> None:
-    plain = {
-        "hidden_act": ("silu", None),
-        "attention_bias": (False, None),
-        "mlp_bias": (False, None),
-        "sliding_window": (None,),
-        "partial_rotary_factor": (1.0, None),
-        "quantization_config": (None,),
-    }
+def refuse_other_values(
+    config: Mapping[str, Any], path: Path, plain: Mapping[str, Sequence[object]]
+) -> None:
+    """Raises UnsupportedModelError for the first key whose value is not one of those listed."""
     for key, allowed in plain.items():
         if config.get(key) not in allowed:
             raise UnsupportedModelError(

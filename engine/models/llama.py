@@ -7,25 +7,17 @@ Does not know: files (a WeightReader), how kernels run, requests, pages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from engine.layers.rope import rope_table
 from engine.models.config import DecoderConfig
+from engine.models.model import LoadOptions
 from engine.weights.reader import WeightReader
 from kernels.llama_stack import LlamaLayer, LlamaShape, LlamaStack, PagedRows
 from kernels.ops.llama import llama_forward
 from kernels.packed_weight import PackedWeight, Weight, concat_rows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How weights are kept: in their stored blocks where a kernel takes them, or in `dtype`."""
-
-    dtype: torch.dtype
-    keep_packed: bool
-    max_positions: int  # rows of the rope table
+from kvtiers.layout import PageLayout
 
 
 class LlamaForCausalLM:
@@ -33,7 +25,18 @@ class LlamaForCausalLM:
 
     def __init__(self, config: DecoderConfig, stack: LlamaStack) -> None:
         self.config = config
+        self.num_layers = config.num_layers
+        self.vocab_size = config.vocab_size
         self.stack = stack
+
+    def kv_layout(self, page_size: int, dtype: str) -> PageLayout:
+        return PageLayout(
+            num_layers=self.config.num_layers,
+            page_size=page_size,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            dtype=dtype,
+        )
 
     @classmethod
     def load(

@@ -1,22 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which class holds an architecture: each model module exports its own as `EntryClass`.
+"""Which class holds an architecture, and who reads its config: each model module's `EntryClass`.
 
-Does not know: configs, weights.
+Does not know: weights, files beyond config.json.
 """
 
 from __future__ import annotations
 
-from engine.models import llama
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.models import deepseek, llama
+from engine.models.config import decoder_config_from_hf, read_config
+from engine.models.deepseek_config import ARCHITECTURES as DEEPSEEK_ARCHITECTURES
+from engine.models.deepseek_config import deepseek_config_from_hf
 from engine.weights.errors import UnsupportedModelError
 
-_CLASSES = {"LlamaForCausalLM": llama.EntryClass}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """`read_config` takes a Hugging Face directory; `model.load` takes what it returns."""
+
+    model: Any  # a class with `load(config, reader, options) -> PagedModel`
+    read_config: Callable[[Path], Any]
 
 
-def model_class(architecture: str) -> type[llama.LlamaForCausalLM]:
-    """The class of an architecture. Raises UnsupportedModelError naming those we have."""
-    try:
-        return _CLASSES[architecture]
-    except KeyError:
+_LLAMA = Architecture(model=llama.EntryClass, read_config=decoder_config_from_hf)
+_DEEPSEEK = Architecture(model=deepseek.EntryClass, read_config=deepseek_config_from_hf)
+_ARCHITECTURES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    **dict.fromkeys(DEEPSEEK_ARCHITECTURES, _DEEPSEEK),
+}
+
+
+def architecture(name: object) -> Architecture:
+    """What holds an architecture. Raises UnsupportedModelError naming those we have."""
+    found = _ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if found is None:
         raise UnsupportedModelError(
-            f"architecture {architecture!r}; supported: {', '.join(sorted(_CLASSES))}"
-        ) from None
+            f"architecture {name!r}; supported: {', '.join(sorted(_ARCHITECTURES))}"
+        )
+    return found
+
+
+def architecture_of(directory: Path) -> Architecture:
+    """What holds the model of a Hugging Face directory.
+
+    Raises:
+        UnsupportedModelError: naming the architectures we have.
+        ModelFormatError: config.json is damaged.
+    """
+    names = read_config(directory).get("architectures") or [None]
+    try:
+        return architecture(names[0])
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{directory / 'config.json'}: {error}") from None

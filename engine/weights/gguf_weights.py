@@ -16,6 +16,7 @@ from engine.weights.errors import WeightMismatchError
 from engine.weights.gguf import GgufFile, GgufTensor
 from engine.weights.reader import check_shape
 from kernels.packed_weight import BLOCK_BYTES, PackedWeight, pack_linear
+from kernels.reference.quant import W4Weight
 
 _TOP_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -48,6 +49,9 @@ class GgufWeights:
     def has(self, name: str) -> bool:
         return gguf_name(name) in self._file.tensors
 
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        self._tensor(name, shape)
+
     def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         tensor = self._tensor(name, shape)
         values = torch.from_numpy(self._file.dequantise(tensor.name))
@@ -62,6 +66,9 @@ class GgufWeights:
             return None
         weight = pack_linear(self._file.raw(tensor.name), block_format, shape[1])
         return weight.rows(self._row_order(shape[0])) if _is_rotated(name) else weight
+
+    def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
+        return None
 
     def _tensor(self, name: str, shape: Sequence[int]) -> GgufTensor:
         stored = gguf_name(name)

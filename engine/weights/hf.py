@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,37 +17,73 @@ from safetensors import SafetensorError, safe_open
 from engine.weights.errors import ModelFormatError, ModelNotFoundError, WeightMismatchError
 from engine.weights.reader import check_shape
 from kernels.packed_weight import PackedWeight
+from kernels.reference.quant import W4Weight
 
 _INDEX = "model.safetensors.index.json"
 
 
 class HfWeights:
-    """Tensors are read from their file one by one; nothing is held."""
+    """Tensors are read from their file one by one; the files stay mapped, nothing else is held."""
 
     def __init__(self, directory: Path) -> None:
         """Raises: ModelNotFoundError, ModelFormatError naming the file."""
         self._directory = directory
         self._file_of = _tensor_files(directory)
+        self._open: dict[Path, Any] = {}  # safe_open has no types
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor of the checkpoint, sorted."""
+        return sorted(self._file_of)
 
     def has(self, name: str) -> bool:
         return name in self._file_of
 
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        check_shape(name, self.shape(name, shape), shape)
+
+    def shape(self, name: str, expected: Sequence[int] = ()) -> list[int]:
+        """The stored shape. Raises WeightMismatchError where there is no such tensor."""
+        file = self._file(name, expected)
+        try:
+            found: list[int] = file.get_slice(name).get_shape()
+        except SafetensorError as error:
+            raise ModelFormatError(f"{self._file_of[name]}: tensor {name!r}: {error}") from error
+        return found
+
+    def raw(self, name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """The tensor as it is stored; a copy. Raises WeightMismatchError, ModelFormatError."""
+        if shape is not None:
+            self.check(name, shape)
+        file = self._file(name, shape or ())
+        try:
+            values: torch.Tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelFormatError(f"{self._file_of[name]}: tensor {name!r}: {error}") from error
+        return values
+
     def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        path = self._file_of.get(name)
-        if path is None:
+        values = self.raw(name, shape)
+        if not values.is_floating_point():
             raise WeightMismatchError(
-                f"tensor {name!r}: found none in {self._directory}, expected shape {list(shape)}"
+                f"tensor {name!r}: found {values.dtype}, expected a floating-point tensor"
             )
-        with _open(path) as file:
-            try:
-                check_shape(name, file.get_slice(name).get_shape(), shape)
-                values: torch.Tensor = file.get_tensor(name)
-            except SafetensorError as error:
-                raise ModelFormatError(f"{path}: tensor {name!r}: {error}") from error
         return values.to(dtype, copy=True)
 
     def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
         return None
+
+    def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
+        return None
+
+    def _file(self, name: str, expected: Sequence[int]) -> Any:
+        path = self._file_of.get(name)
+        if path is None:
+            wanted = f", expected shape {list(expected)}" if expected else ""
+            raise WeightMismatchError(f"tensor {name!r}: found none in {self._directory}{wanted}")
+        if path not in self._open:
+            self._open[path] = _open(path)
+        return self._open[path]
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:

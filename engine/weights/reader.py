@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model asks of a checkpoint: tensors by their Hugging Face names, shapes checked.
 
-Does not know: which model asks, files (gguf_weights and hf read those).
+Does not know: which model asks, files (gguf_weights and hf read those). A weight that is stored
+in a low-bit format is asked for by its plain name and plain shape all the same.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from engine.weights.errors import WeightMismatchError
 from kernels.packed_weight import PackedWeight
+from kernels.reference.quant import W4Weight
 
 
 class WeightReader(Protocol):
@@ -24,13 +26,47 @@ class WeightReader(Protocol):
         """Whether an optional tensor is there."""
         ...
 
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raises what `dense` would, without reading the tensor."""
+        ...
+
     def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Raises: WeightMismatchError naming the tensor, what was found and what expected."""
         ...
 
     def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
-        """The tensor in its stored low-bit blocks; None where no kernel takes them."""
+        """The tensor in its stored GGUF blocks; None where no kernel takes them."""
         ...
+
+    def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
+        """The tensor in its stored 4-bit format; None where it has another."""
+        ...
+
+
+class CheckingReader:
+    """Answers with tensors that hold no memory, after checking each against the checkpoint.
+
+    Loading through it first finds every missing or wrong-shaped tensor before any is read.
+    """
+
+    def __init__(self, reader: WeightReader) -> None:
+        self._reader = reader
+
+    def has(self, name: str) -> bool:
+        return self._reader.has(name)
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        self._reader.check(name, shape)
+
+    def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self._reader.check(name, shape)
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
+        return None
+
+    def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
+        return None
 
 
 def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
@@ -42,17 +78,30 @@ def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> Non
 
 
 class RandomWeights:
-    """A checkpoint that was never trained, for benchmarks: seeded by each tensor's name."""
+    """A checkpoint that was never trained, for benchmarks: seeded by each tensor's name.
+
+    Made on `device`. Vectors are ones if they are weights, zeros if they are biases.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
 
     def has(self, name: str) -> bool:
         return False  # asked of optional tensors only
 
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Has whatever it is asked for."""
+
     def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if len(shape) == 1:
-            return torch.ones(*shape, dtype=dtype)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        values = torch.randn(*shape, generator=generator) * math.sqrt(1 / shape[-1])
-        return values.to(dtype)
+            fill = 0.0 if name.endswith("bias") else 1.0
+            return torch.full(tuple(shape), fill, dtype=dtype, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(*shape, generator=generator, device=self._device)
+        return (values * math.sqrt(1 / shape[-1])).to(dtype)
 
     def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
+        return None
+
+    def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
         return None

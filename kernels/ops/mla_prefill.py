@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public op: MLA attention of new tokens over a paged latent prefix. Does not know: implementations.
+"""Public op: MLA attention of new tokens over a paged prefix. Does not know: implementations.
 
 Queries and results are those of the full heads: whether keys and values are expanded from the
 latents, or the up-projections are absorbed into queries and results, is the kernel's choice.

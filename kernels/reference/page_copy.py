@@ -13,3 +13,10 @@ def copy_pages(kv_pool: torch.Tensor, copies: torch.Tensor) -> None:
     """One copy after another, in the order given."""
     for source, target, num_tokens in copies.tolist():
         kv_pool[target, :, :, :num_tokens] = kv_pool[source, :, :, :num_tokens]
+
+
+@register_kernel("copy_latent_pages", "reference", priority=Priority.REFERENCE)
+def copy_latent_pages(kv_pool: torch.Tensor, copies: torch.Tensor) -> None:
+    """One copy after another, in the order given."""
+    for source, target, num_tokens in copies.tolist():
+        kv_pool[target, :, :num_tokens] = kv_pool[source, :, :num_tokens]

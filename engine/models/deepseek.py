@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DeepSeek architecture (V2, V2-Lite, V3, R1, Kimi K2): latent attention, routed experts.
+
+Does not know: files (a WeightReader), how kernels run, requests, pages.
+Source: DeepSeek-V2 (arXiv 2405.04434), DeepSeek-V3 (arXiv 2412.19437).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.layers.mla import mla_attention
+from engine.layers.moe import feed_forward
+from engine.models.deepseek_config import DeepseekConfig
+from engine.models.deepseek_loader import DeepseekStack, load_stack
+from engine.models.model import LoadOptions, StepRows
+from engine.weights.reader import WeightReader
+from kernels.mla_workspace import make_mla_workspace
+from kernels.ops.linear import linear
+from kernels.ops.mla import plan_mla_decode
+from kernels.ops.norm import add_rms_norm, rms_norm
+from kernels.packed_weight import embed
+from kvtiers.layout import LatentLayout
+
+
+class DeepseekForCausalLM:
+    """The decoder over paged latents. One step at a time: the decode scratch is shared."""
+
+    def __init__(self, config: DeepseekConfig, stack: DeepseekStack, options: LoadOptions) -> None:
+        self.config = config
+        self.num_layers = config.num_layers
+        self.vocab_size = config.vocab_size
+        self._stack = stack
+        self._dtype = options.dtype
+        self._workspace = make_mla_workspace(
+            max_rows=options.max_rows,
+            num_heads=config.num_heads,
+            q_len=1,
+            device=options.device,
+            latent_dim=config.latent_dim,
+        )
+
+    @classmethod
+    def load(
+        cls, config: DeepseekConfig, reader: WeightReader, options: LoadOptions
+    ) -> DeepseekForCausalLM:
+        """Build the model from a checkpoint.
+
+        Raises:
+            WeightMismatchError: a tensor is missing or of another shape; before any is read.
+        """
+        return cls(config, load_stack(config, reader, options), options)
+
+    def kv_layout(self, page_size: int, dtype: str) -> LatentLayout:
+        return LatentLayout(
+            num_layers=self.config.num_layers,
+            page_size=page_size,
+            latent_dim=self.config.latent_dim,
+            rope_dim=self.config.rope_dim,
+            dtype=dtype,
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        rows: StepRows,
+        kv_pool: torch.Tensor,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the step's latents and return logits fp32 [S, vocab_size] (a new tensor)."""
+        stack, eps = self._stack, self.config.rms_eps
+        cut = rows.num_prefill_rows
+        if cut < rows.row_slots.shape[0]:
+            seq_lens, slots = rows.seq_lens[cut:], rows.row_slots[cut:]
+            plan_mla_decode(self._workspace, seq_lens, rows.page_table, slots)
+        residual = embed(stack.embedding, input_ids, self._dtype)
+        x = rms_norm(residual, stack.layers[0].input_norm, eps)
+        for index, layer in enumerate(stack.layers):
+            x = mla_attention(
+                x,
+                layer.attention,
+                rows,
+                kv_pool[:, index],
+                stack.cos_sin,
+                self.config.softmax_scale,
+                self._workspace,
+            )
+            x, residual = add_rms_norm(x, residual, layer.post_norm, eps)
+            x = feed_forward(x, layer.feed_forward)
+            is_last = index + 1 == len(stack.layers)
+            after = stack.final_norm if is_last else stack.layers[index + 1].input_norm
+            x, residual = add_rms_norm(x, residual, after, eps)
+        last = rows.row_indptr[sample_rows.long() + 1].long() - 1
+        return linear(x[last], stack.lm_head).float()
+
+
+EntryClass = DeepseekForCausalLM

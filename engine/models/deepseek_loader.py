@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint to the weights of a DeepSeek decoder, in the order its layers take them.
+
+Does not know: files (a WeightReader), what a step is. Released checkpoints rotate the pairs (0, 1),
+(2, 3), ...; kernels rotate (i, i + rope_dim / 2), so the rows of rope parts are put in order here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.layers.mla import MlaWeights
+from engine.layers.moe import DenseExperts, FfnWeights, MoeWeights, W4Experts
+from engine.layers.rope import rope_table
+from engine.models.deepseek_config import DeepseekConfig, ExpertsConfig
+from engine.models.model import LoadOptions
+from engine.weights.errors import WeightMismatchError
+from engine.weights.reader import CheckingReader, WeightReader
+from kernels.moe_routing import MoeRouting
+from kernels.packed_weight import Weight
+from kernels.reference.quant import W4Weight
+from kernels.w4_layout import tile_w4, tile_w4_gate_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekLayer:
+    input_norm: torch.Tensor  # [hidden]
+    attention: MlaWeights
+    post_norm: torch.Tensor  # [hidden]
+    feed_forward: FfnWeights | MoeWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekStack:
+    embedding: Weight  # [vocab, hidden]
+    layers: tuple[DeepseekLayer, ...]
+    final_norm: torch.Tensor  # [hidden]
+    lm_head: Weight  # [vocab, hidden]
+    cos_sin: torch.Tensor  # fp32 [max_pos, rope_dim]
+
+
+def load_stack(config: DeepseekConfig, reader: WeightReader, options: LoadOptions) -> DeepseekStack:
+    """Check every tensor the model needs, then read them all.
+
+    Raises:
+        WeightMismatchError: a tensor is missing or of another shape; before any is read.
+    """
+    nowhere = replace(options, device=torch.device("meta"))
+    _Loader(config, CheckingReader(reader), nowhere).stack()
+    return _Loader(config, reader, options).stack()
+
+
+class _Loader:
+    def __init__(self, config: DeepseekConfig, reader: WeightReader, options: LoadOptions) -> None:
+        self._config = config
+        self._reader = reader
+        self._options = options
+
+    def stack(self) -> DeepseekStack:
+        config = self._config
+        vocab_shape = (config.vocab_size, config.hidden)
+        embedding = self._linear("model.embed_tokens", vocab_shape)
+        table = rope_table(config.rope, config.rope_dim, self._options.max_positions)
+        return DeepseekStack(
+            embedding=embedding,
+            layers=tuple(self._layer(index) for index in range(config.num_layers)),
+            final_norm=self._norm("model.norm", config.hidden),
+            lm_head=embedding if config.is_tied else self._linear("lm_head", vocab_shape),
+            cos_sin=table.to(self._options.device),
+        )
+
+    def _layer(self, index: int) -> DeepseekLayer:
+        prefix, hidden = f"model.layers.{index}", self._config.hidden
+        experts = self._config.experts
+        has_experts = experts is not None and self._config.moe_layers[index]
+        return DeepseekLayer(
+            input_norm=self._norm(f"{prefix}.input_layernorm", hidden),
+            attention=self._attention(f"{prefix}.self_attn"),
+            post_norm=self._norm(f"{prefix}.post_attention_layernorm", hidden),
+            feed_forward=self._moe(f"{prefix}.mlp", experts)
+            if has_experts and experts is not None
+            else self._ffn(f"{prefix}.mlp", self._config.ffn),
+        )
+
+    def _attention(self, prefix: str) -> MlaWeights:
+        config = self._config
+        latent_dim, num_heads = config.latent_dim, config.num_heads
+        kv_rows = (latent_dim + config.rope_dim, config.hidden)
+        kv_down = self._linear(f"{prefix}.kv_a_proj_with_mqa", kv_rows)
+        kv_down = kv_down[self._row_order(1, latent_dim)]
+        q_rows, q_order = num_heads * config.head_dim, self._row_order(num_heads, config.nope_dim)
+        q_up = q_norm = None
+        if config.q_rank:
+            q_down = self._linear(f"{prefix}.q_a_proj", (config.q_rank, config.hidden))
+            q_norm = self._norm(f"{prefix}.q_a_layernorm", config.q_rank)
+            q_up = self._linear(f"{prefix}.q_b_proj", (q_rows, config.q_rank))[q_order]
+        else:
+            q_down = self._linear(f"{prefix}.q_proj", (q_rows, config.hidden))[q_order]
+        kv_up_rows = num_heads * (config.nope_dim + config.v_dim)
+        kv_up = self._linear(f"{prefix}.kv_b_proj", (kv_up_rows, latent_dim))
+        kv_up = kv_up.view(num_heads, -1, latent_dim)
+        return MlaWeights(
+            q_kv_down=torch.cat((q_down, kv_down)),
+            q_norm=q_norm,
+            q_up=q_up,
+            kv_norm=self._norm(f"{prefix}.kv_a_layernorm", latent_dim),
+            w_uk=kv_up[:, : config.nope_dim].contiguous(),
+            w_uv=kv_up[:, config.nope_dim :].contiguous(),
+            out=self._linear(f"{prefix}.o_proj", (config.hidden, num_heads * config.v_dim)),
+        )
+
+    def _row_order(self, num_heads: int, kept: int) -> torch.Tensor:
+        """Row i of the result is row order[i] of the file: the first `kept` of a head stay."""
+        rope = torch.arange(self._config.rope_dim)
+        if self._config.is_rope_interleaved:
+            rope = rope.view(-1, 2).T.reshape(-1)
+        head = torch.cat((torch.arange(kept), kept + rope))
+        starts = torch.arange(num_heads)[:, None] * head.numel()
+        return (starts + head).view(-1).to(self._options.device)
+
+    def _ffn(self, prefix: str, width: int) -> FfnWeights:
+        hidden = self._config.hidden
+        gate = self._linear(f"{prefix}.gate_proj", (width, hidden))
+        up = self._linear(f"{prefix}.up_proj", (width, hidden))
+        return FfnWeights(
+            gate_up=torch.cat((gate, up)),
+            down=self._linear(f"{prefix}.down_proj", (hidden, width)),
+        )
+
+    def _moe(self, prefix: str, experts: ExpertsConfig) -> MoeWeights:
+        router_shape = (experts.num_experts, self._config.hidden)
+        bias_name = f"{prefix}.gate.e_score_correction_bias"
+        shared_width = experts.num_shared * experts.ffn
+        return MoeWeights(
+            router=self._tensor(f"{prefix}.gate.weight", router_shape, torch.float32),
+            bias=self._tensor(bias_name, (experts.num_experts,), torch.float32)
+            if experts.has_bias
+            else None,
+            routing=MoeRouting(
+                num_experts=experts.num_experts,
+                top_k=experts.top_k,
+                score=experts.score,
+                num_groups=experts.num_groups,
+                groups_kept=experts.groups_kept,
+                group_score=experts.group_score,
+                renormalise=experts.renormalise,
+                scale=experts.scale,
+            ),
+            experts=self._experts(f"{prefix}.experts", experts),
+            shared=self._ffn(f"{prefix}.shared_experts", shared_width) if shared_width else None,
+        )
+
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> DenseExperts | W4Experts:
+        count, hidden, width = experts.num_experts, self._config.hidden, experts.ffn
+        if self._options.keep_packed and not (hidden % 64 or width % 64):
+            gate = self._w4(prefix, "gate_proj", count, (width, hidden))
+            up = self._w4(prefix, "up_proj", count, (width, hidden))
+            down = self._w4(prefix, "down_proj", count, (hidden, width))
+            if gate is not None and up is not None and down is not None:
+                return W4Experts(gate_up=tile_w4_gate_up(gate, up), down=tile_w4(down))
+        device, dtype = self._options.device, self._options.dtype
+        gate_up_EIX = torch.empty(count, 2 * width, hidden, dtype=dtype, device=device)
+        down_EXI = torch.empty(count, hidden, width, dtype=dtype, device=device)
+        for index in range(count):
+            name = f"{prefix}.{index}"
+            gate_up_EIX[index, :width] = self._linear(f"{name}.gate_proj", (width, hidden))
+            gate_up_EIX[index, width:] = self._linear(f"{name}.up_proj", (width, hidden))
+            down_EXI[index] = self._linear(f"{name}.down_proj", (hidden, width))
+        return DenseExperts(gate_up=gate_up_EIX, down=down_EXI)
+
+    def _w4(self, prefix: str, part: str, count: int, shape: Sequence[int]) -> W4Weight | None:
+        """One projection of all experts, stacked, on the device; None where it is not 4-bit."""
+        found: list[W4Weight] = []
+        for index in range(count):
+            name = f"{prefix}.{index}.{part}.weight"
+            weight = self._reader.w4(name, shape)
+            if weight is None and not found:
+                return None
+            if weight is None or weight.format != (found or [weight])[0].format:
+                raise WeightMismatchError(
+                    f"tensor {name!r}: found another format than expert 0's, expected one format"
+                )
+            found.append(weight)
+        device = self._options.device
+        return W4Weight(
+            format=found[0].format,
+            packed=torch.stack([weight.packed for weight in found]).to(device),
+            scales=torch.stack([weight.scales for weight in found]).to(device),
+            global_scale=torch.stack([weight.global_scale for weight in found]).to(device),
+        )
+
+    def _norm(self, name: str, width: int) -> torch.Tensor:
+        return self._tensor(f"{name}.weight", (width,), torch.float32)
+
+    def _linear(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        return self._tensor(f"{name}.weight", shape, self._options.dtype)
+
+    def _tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._reader.dense(name, shape, dtype).to(self._options.device)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every model offers the runner, and what it is given: options at load, rows at each step.
+
+Does not know: architectures, files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from kernels.llama_stack import PagedRows
+from kvtiers.layout import KvLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How weights are kept: in their stored low-bit form where a kernel takes it, or in `dtype`."""
+
+    dtype: torch.dtype
+    keep_packed: bool
+    max_positions: int  # rows of the rope table
+    max_rows: int = 1  # rows of a step
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows(PagedRows):
+    """The rows of one step: the first `num_prefill_rows` hold the first `num_prefill_tokens`
+    tokens, each row behind them has exactly one."""
+
+    num_prefill_rows: int
+    num_prefill_tokens: int
+
+
+class PagedModel(Protocol):
+    """A decoder over paged KV."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def kv_layout(self, page_size: int, dtype: str) -> KvLayout:
+        """The bytes of one page of this model's KV; dtype float32 | bfloat16."""
+        ...
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        rows: StepRows,
+        kv_pool: torch.Tensor,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the step's KV and return logits fp32 [S, vocab_size] (a new tensor).
+
+        Args:
+            input_ids: int32 [T], inside the vocabulary.
+            kv_pool: a tensor of `kv_layout(...).pool_shape(num_pages)`.
+            sample_rows: int32 [S], rows whose last token's logits are wanted.
+        """
+        ...
