@@ -47,7 +47,8 @@ def main() -> None:
         print(draw())
         return
     text = DOC.read_text()
-    DOC.write_text(text.replace(section_of(text), draw()))
+    old = f"{BEGIN}\n{section_of(text)}\n{END}"
+    DOC.write_text(text.replace(old, f"{BEGIN}\n{draw()}\n{END}"))
 
 
 if __name__ == "__main__":
