@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _SOCKET_TIMEOUT_S = 1.0
 _WALK_IDS = 100  # ids a listing reads at once: a filter may let few of them through
+_FORGET_GROUP = 100  # fields one write drops
 _pack = msgspec.msgpack.encode
 _unpack = msgspec.msgpack.decode
 
@@ -304,18 +305,28 @@ class RedisSessionStore:
             self._client.zrangebyscore(self._key(times), "-inf", f"({before_ms}")
         )
         forgotten = 0
-        for member in members:
-            session_id, hash_field = _unpack(member)
-            hash_key = self._key(name, session_id)
-            if kept:
-                value = await self._call(self._client.hget(hash_key, hash_field))
-                if value is not None and _unpack(value)[0] in kept:
-                    continue
-            write = self._new_write()
-            write.add("HDEL", hash_key, hash_field)
+        for start in range(0, len(members), _FORGET_GROUP):
+            group = members[start : start + _FORGET_GROUP]
+            forgotten += await self._forget_group(times, name, group, kept)
+        return forgotten
+
+    async def _forget_group(
+        self, times: str, name: str, members: Sequence[bytes], kept: set[str]
+    ) -> int:
+        fields = [(self._key(name, sid), field) for sid, field in map(_unpack, members)]
+        pipeline = self._client.pipeline(transaction=False)
+        for hash_key, field in fields:
+            pipeline.hget(hash_key, field)
+        values = await self._call(pipeline.execute())
+        write = self._new_write()
+        forgotten = 0
+        for member, (hash_key, field), value in zip(members, fields, values, strict=True):
+            if kept and value is not None and _unpack(value)[0] in kept:
+                continue
+            write.add("HDEL", hash_key, field)
             write.add("ZREM", self._key(times), member)
-            await self._transact(write)
-            forgotten += 1
+            forgotten += value is not None
+        await self._transact(write)
         return forgotten
 
     async def due(self, now_ms: int, limit: int) -> tuple[Session, ...]:

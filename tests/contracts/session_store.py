@@ -387,6 +387,22 @@ class SessionStoreContract:
         assert harness.run(harness.store.forget_keys(late)) == 1
         assert harness.run(harness.store.find_key(done.id, "k", "h")) is None
 
+    def test_many_keys_are_forgotten_at_once(self, harness: StoreHarness, session: Session) -> None:
+        async def fill() -> None:
+            current = session
+            for number in range(120):
+                turn = pending(current, key=f"key {number}")
+                claim = await harness.store.begin_turn(current.begin_turn(turn, NOW_MS), turn)
+                record = outcome(turn)
+                done = claim.session.commit_turn(record, NOW_MS)
+                current = await harness.store.commit_turn(done, record)
+
+        harness.run(fill())
+        assert harness.run(harness.store.forget_keys(NOW_MS + 3 * DAY_MS)) == 120
+        assert harness.run(harness.store.forget_keys(NOW_MS + 3 * DAY_MS)) == 0
+        for number in (0, 99, 100, 119):
+            assert harness.run(harness.store.find_key(session.id, f"key {number}", "h")) is None
+
     def test_turns_that_never_became_history_go_with_their_keys(
         self, harness: StoreHarness, session: Session
     ) -> None:
