@@ -23,6 +23,13 @@ constexpr int kBlockQueries = 32;   // query tokens of one attention item
 constexpr int kBlockKeys = 128;     // keys of one softmax step
 constexpr int kMaxHeadDim = 256;
 
+inline size_t tile_index(int token, int column, int num_cols) {
+  const size_t tile = static_cast<size_t>(token / kTileRows) * (num_cols / kTileCols) +
+                      static_cast<size_t>(column / kTileCols);
+  return tile * kTileElements + static_cast<size_t>(token % kTileRows * kTileCols) +
+         static_cast<size_t>(column % kTileCols);
+}
+
 void begin();
 void end();
 

@@ -9,6 +9,7 @@ nanobind_add_module(_cpu_kernels NB_STATIC NOSTRIP
   ${CPU_DIR}/llama.cpp
   ${CPU_DIR}/llama_small.cpp
   ${CPU_DIR}/llama_large.cpp
+  ${CPU_DIR}/paged_prefill.cpp
   ${CPU_DIR}/ops.cpp
   ${CPU_DIR}/portable.cpp
   ${CPU_DIR}/avx512_rows.cpp

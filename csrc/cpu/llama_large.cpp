@@ -18,35 +18,25 @@
 
 #include "amx.h"
 #include "llama.h"
+#include "paged_prefill.h"
 #include "scratch.h"
 
 namespace moorage::cpu {
 namespace {
 
 constexpr float kLog2E = 1.44269504F;
-constexpr int kPackKeys = 32;
 
-// A run of the slab's tokens that belong to one row.
-struct RowSpan {
-  int first_token;
-  int num_tokens;
-  int first_position;  // index of the first one among the row's keys
-  int kv_len;          // keys the last one sees
-  size_t keys_at;      // elements into the packed keys, per KV head
-};
-
-struct QueryBlock {
-  int span;
-  int first;  // token within the span
-  int count;
-};
-
-struct KeyBlock {
-  int span;
-  int begin;
-};
-
-int round_up(int value, int step) { return (value + step - 1) / step * step; }
+// The runs of tokens of one row each.
+std::vector<RowSpan> spans_of(const TokenPlace* places, int count) {
+  std::vector<RowSpan> spans;
+  for (int token = 0; token < count;) {
+    int end = token + 1;
+    while (end < count && places[end].row == places[token].row) ++end;
+    spans.push_back({token, end - token, places[end - 1].kv_len, places[token].pages});
+    token = end;
+  }
+  return spans;
+}
 
 class LargeStep {
  public:
@@ -59,14 +49,12 @@ class LargeStep {
         places_(places),
         input_ids_(input_ids),
         count_(count),
-        residual_(residual) {
-    const size_t padded = static_cast<size_t>(round_up(count, 2 * amx::kTileRows));
+        residual_(residual),
+        attention_({c_.num_heads, c_.num_kv_heads, c_.head_dim}, spans_of(places, count), count) {
+    const size_t padded = static_cast<size_t>(count + 2 * amx::kTileRows);
     normed_.resize(padded * c_.hidden);
     attended_.resize(padded * c_.query_width());
     activated_.resize(padded * c_.ffn);
-    head_stride_ = (padded + amx::kBlockQueries) * c_.head_dim;
-    query_.resize(head_stride_ * c_.num_heads);
-    cut_rows();
     list_targets();
     const size_t widest = amx::scratch_elements(std::max(c_.hidden, c_.query_width()), false);
     const size_t scratch = std::max(widest, amx::scratch_elements(c_.ffn, true));
@@ -94,39 +82,11 @@ class LargeStep {
   int pairs_per_head() const { return c_.head_dim / 32; }
   int num_head_pairs() const { return (c_.num_heads + 2 * c_.num_kv_heads) * pairs_per_head(); }
 
-  void cut_rows() {
-    size_t keys = 0;
-    for (int token = 0; token < count_;) {
-      int end = token + 1;
-      while (end < count_ && places_[end].row == places_[token].row) ++end;
-      const int kv_len = places_[end - 1].kv_len;
-      const int span = static_cast<int>(spans_.size());
-      spans_.push_back({token, end - token, places_[token].kv_len - 1, kv_len, keys});
-      for (int first = 0; first < end - token; first += amx::kBlockQueries) {
-        blocks_.push_back({span, first, std::min(amx::kBlockQueries, end - token - first)});
-      }
-      for (int begin = 0; begin < kv_len; begin += kPackKeys) key_blocks_.push_back({span, begin});
-      keys += static_cast<size_t>(round_up(kv_len, kPackKeys)) * c_.head_dim;
-      token = end;
-    }
-    keys_per_head_ = keys;
-    keys_.resize(keys * c_.num_kv_heads);
-    values_.resize(keys * c_.num_kv_heads);
-    // The blocks that see most keys first, so that the threads finish together.
-    std::stable_sort(blocks_.begin(), blocks_.end(), [this](const auto& a, const auto& b) {
-      return end_of(a) > end_of(b);
-    });
-  }
-
-  int end_of(const QueryBlock& block) const {
-    return spans_[block.span].first_position + block.first + block.count;
-  }
-
   void list_targets() {
     for (int token = 0; token < count_; ++token) {
       positions_.push_back(places_[token].position);
       key_targets_.push_back(places_[token].key);
-      query_targets_.push_back(query_.data() + static_cast<size_t>(token) * c_.head_dim);
+      query_targets_.push_back(attention_.query(0, token));
     }
   }
 
@@ -136,10 +96,10 @@ class LargeStep {
     for (int item; (item = team.claim(me)) >= 0;) norm_tile(layer.input_norm, item, me);
     team.meet(me, num_head_pairs());
     for (int item; (item = team.claim(me)) >= 0;) project_pair(layer, index, item, me);
-    team.meet(me, static_cast<int>(key_blocks_.size()));
-    for (int item; (item = team.claim(me)) >= 0;) pack_keys(kv, item);
-    team.meet(me, static_cast<int>(blocks_.size()) * c_.num_kv_heads);
-    for (int item; (item = team.claim(me)) >= 0;) attend(item);
+    team.meet(me, attention_.num_pack_items());
+    for (int item; (item = team.claim(me)) >= 0;) attention_.pack(kv, item);
+    team.meet(me, attention_.num_attend_items());
+    for (int item; (item = team.claim(me)) >= 0;) attention_.attend(item, attended_.data());
     team.meet(me, c_.hidden / 32);
     for (int item; (item = team.claim(me)) >= 0;) add_columns(layer.attn_out, attended_, item, me);
     team.meet(me, num_m_tiles());
@@ -191,49 +151,13 @@ class LargeStep {
     target.scale = is_query ? kLog2E / std::sqrt(static_cast<float>(c_.head_dim)) : 1.0F;
     target.rows = is_query ? query_targets_.data() : key_targets_.data();
     if (is_query) {
-      target.offset = head_stride_ * head;
+      target.offset = attention_.head_stride() * head;
     } else {
       const int kv_head = (head - c_.num_heads) % c_.num_kv_heads;
       target.offset = strides.layer * index + (is_value ? strides.value : 0) +
                        static_cast<size_t>(kv_head) * c_.head_dim;
     }
     amx::product_head(product, target);
-  }
-
-  amx::PackedKeys keys_of(int kv_head, const RowSpan& span) const {
-    const size_t at = keys_per_head_ * kv_head + span.keys_at;
-    return {keys_.data() + at, values_.data() + at};
-  }
-
-  void pack_keys(const KvLayer& kv, int item) {
-    const KeyBlock& block = key_blocks_[item];
-    const RowSpan& span = spans_[block.span];
-    for (int kv_head = 0; kv_head < c_.num_kv_heads; ++kv_head) {
-      amx::pack_keys(kv, places_[span.first_token].pages, kv_head, block.begin, span.kv_len,
-                     keys_of(kv_head, span));
-    }
-  }
-
-  void attend(int item) {
-    const int num_blocks = static_cast<int>(blocks_.size());
-    const int kv_head = item / num_blocks;
-    const QueryBlock& from = blocks_[item % num_blocks];
-    const RowSpan& span = spans_[from.span];
-    const int token = span.first_token + from.first;
-    amx::AttendBlock block;
-    block.group = c_.group();
-    block.head_dim = c_.head_dim;
-    block.head_stride = head_stride_;
-    block.query = query_.data() + head_stride_ * kv_head * c_.group() +
-                  static_cast<size_t>(token) * c_.head_dim;
-    block.num_queries = from.count;
-    block.first_position = span.first_position + from.first;
-    block.kv = keys_of(kv_head, span);
-    block.out = attended_.data();
-    block.out_k_tiles = c_.query_width() / kTileCols;
-    block.out_token = token;
-    block.out_head = kv_head * c_.group();
-    amx::attend_block(block);
   }
 
   void add_columns(const PackedMatrix& matrix, const AlignedArray<uint16_t>& tokens, int item,
@@ -259,17 +183,10 @@ class LargeStep {
   const int32_t* input_ids_;
   const int count_;
   float* residual_;
+  PagedPrefill attention_;
   AlignedArray<uint16_t> normed_;     // A tiles [tokens, hidden]
   AlignedArray<uint16_t> attended_;   // A tiles [tokens, query width]
   AlignedArray<uint16_t> activated_;  // A tiles [tokens, ffn]
-  AlignedArray<uint16_t> query_;      // [heads][tokens][D], times scale * log2(e)
-  AlignedArray<uint16_t> keys_;       // per KV head, per span: B tiles
-  AlignedArray<uint16_t> values_;
-  size_t head_stride_ = 0;
-  size_t keys_per_head_ = 0;
-  std::vector<RowSpan> spans_;
-  std::vector<QueryBlock> blocks_;
-  std::vector<KeyBlock> key_blocks_;
   std::vector<int32_t> positions_;
   std::vector<uint16_t*> key_targets_;
   std::vector<uint16_t*> query_targets_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "paged_prefill.h"
 #include "scratch.h"
 
 namespace moorage::cpu {
@@ -119,7 +120,60 @@ void linear(const PackedMatrix& matrix, const float* x, int num_tokens, float* o
   });
 }
 
+namespace {
+
+std::vector<RowSpan> spans_of(const AttentionCall& call) {
+  std::vector<RowSpan> spans;
+  for (int row = 0; row < call.num_rows; ++row) {
+    const int first = call.row_indptr[row];
+    const int count = call.row_indptr[row + 1] - first;
+    if (count == 0) continue;
+    spans.push_back({first, count, call.seq_lens[row],
+                     call.page_table +
+                         static_cast<size_t>(call.row_slots[row]) * call.pages_per_slot});
+  }
+  return spans;
+}
+
+void attention_amx(const AttentionCall& call, ThreadPool& pool) {
+  const int num_tokens = call.row_indptr[call.num_rows];
+  const int dim = call.kv.head_dim;
+  const int num_heads = call.kv.num_kv_heads * call.group;
+  const int width = num_heads * dim;
+  const KernelTable& k = table_of(CpuLevel::kAmx);
+  const PagedPrefill prefill({num_heads, call.kv.num_kv_heads, dim}, spans_of(call), num_tokens);
+  AlignedArray<uint16_t> tiles(static_cast<size_t>(num_tokens + amx::kTileRows) * width);
+  std::vector<AlignedArray<float>> rows(static_cast<size_t>(pool.size()));
+  pool.run(num_tokens, [&](Team& team, int me) {
+    amx::begin();
+    rows[me].resize(static_cast<size_t>(width));
+    for (int token; (token = team.claim(me)) >= 0;) {
+      const float* from = call.query + static_cast<size_t>(token) * width;
+      for (int i = 0; i < width; ++i) rows[me][i] = from[i] * call.scale * kLog2E;
+      for (int head = 0; head < num_heads; ++head) {
+        k.to_bf16(rows[me].data() + head * dim, prefill.query(head, token), dim);
+      }
+    }
+    team.meet(me, prefill.num_pack_items());
+    for (int item; (item = team.claim(me)) >= 0;) prefill.pack(call.kv, item);
+    team.meet(me, prefill.num_attend_items());
+    for (int item; (item = team.claim(me)) >= 0;) prefill.attend(item, tiles.data());
+    team.meet(me, num_tokens);
+    for (int token; (token = team.claim(me)) >= 0;) {
+      float* to = call.out + static_cast<size_t>(token) * width;
+      for (int i = 0; i < width; ++i) to[i] = bf16_to_float(tiles[amx::tile_index(token, i, width)]);
+    }
+    amx::end();
+  });
+}
+
+}  // namespace
+
 void paged_attention(const AttentionCall& call, CpuLevel level, ThreadPool& pool) {
+  if (level == CpuLevel::kAmx) {
+    attention_amx(call, pool);
+    return;
+  }
   const KernelTable& k = table_of(level);
   const std::vector<int> rows = rows_of_tokens(call);
   std::vector<AlignedArray<float>> scratch(static_cast<size_t>(pool.size()));

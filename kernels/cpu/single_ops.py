@@ -38,7 +38,7 @@ def paged_attention(
     page_size: int,
     scale: float,
 ) -> torch.Tensor:
-    """One query token at a time, threads over tokens."""
+    """One query token at a time, threads over tokens; on AMX 32 of a row together."""
     query = q.float().contiguous()
     out = torch.empty_like(query)
     try:
@@ -77,8 +77,14 @@ def _refuses_attention(signature: CallSignature) -> str | None:
     return None
 
 
+def _refuses_amx_attention(signature: CallSignature) -> str | None:
+    if signature.trait("decode_only", False):
+        return "one query token a row leaves the tiles empty"
+    return _refuses_attention(signature)
+
+
 def _register() -> None:
-    # Attention, argmax and masks use no AMX: two levels are enough.
+    # Argmax and masks use no AMX: two levels are enough.
     vector_levels = LEVELS[:2]
     register_levels(
         "linear",
@@ -91,6 +97,13 @@ def _register() -> None:
         formats={"q": {"fp32", "bf16"}, "kv": {"bf16"}},
         refuses=_refuses_attention,
         levels=vector_levels,
+    )
+    register_levels(
+        "paged_attention",
+        lambda level: functools.partial(paged_attention, level),
+        formats={"q": {"fp32", "bf16"}, "kv": {"bf16"}},
+        refuses=_refuses_amx_attention,
+        levels=LEVELS[2:],
     )
     register_levels(
         "argmax",

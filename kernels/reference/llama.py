@@ -55,9 +55,7 @@ def _check_ids(input_ids: torch.Tensor, vocab: int) -> None:
     outside = (input_ids < 0) | (input_ids >= vocab)
     if bool(outside.any()):
         index = int(outside.int().argmax())
-        raise KernelInputError(
-            f"input_ids[{index}]", int(input_ids[index]), f"0 to {vocab - 1}"
-        )
+        raise KernelInputError(f"input_ids[{index}]", int(input_ids[index]), f"0 to {vocab - 1}")
 
 
 @register_kernel("llama_forward", "reference", priority=Priority.REFERENCE)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m kernels`: list kernels, explain a selection, verify against the reference.
+
+Does not know: the appliance. stdout carries data (JSON with --json), exit 1 means a failed check.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+import click
+
+from kernels import ops  # noqa: F401 - registers every kernel
+from kernels.errors import KernelError
+from kernels.platform import capability_of
+from kernels.registry import REGISTRY
+from kernels.selection import explain_selection
+from kernels.signature import CallSignature
+from kernels.verify import Verdict, all_cases, verify_family
+
+
+@click.group()
+def main() -> None:
+    """Kernels of this machine: what there is, what is chosen, whether it is right."""
+
+
+@main.command("ls")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+def list_kernels(as_json: bool) -> None:
+    """List every registered kernel, best first."""
+    REGISTRY.load_plugins()
+    for family in REGISTRY.families():
+        for spec in REGISTRY.specs(family):
+            device = "cpu" if spec.device == "any" else spec.device
+            missing = None
+            if device == "cpu":
+                missing = capability_of(device).lacks(spec.features, (0, 0))
+            if as_json:
+                record = {
+                    "family": family,
+                    "name": spec.name,
+                    "priority": spec.priority.name,
+                    "device": spec.device,
+                    "missing": missing,
+                }
+                click.echo(json.dumps(record))
+            else:
+                note = f"  ({missing})" if missing else ""
+                click.echo(
+                    f"{family:16} {spec.name:14} {spec.priority.name:12} {spec.device}{note}"
+                )
+
+
+def _pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
+    for value in values:
+        name, separator, content = value.partition("=")
+        if not separator or not name or not content:
+            raise click.BadParameter(f"got {value!r}; allowed: NAME=VALUE", param_hint=option)
+        yield name, content
+
+
+def _trait(value: str) -> int | bool | str:
+    if value in ("true", "false"):
+        return value == "true"
+    return int(value) if value.lstrip("-").isdigit() else value
+
+
+@main.command()
+@click.argument("family")
+@click.option("--device", default="cpu", show_default=True, help="Torch device type.")
+@click.option("--format", "formats", multiple=True, help="ARGUMENT=FORMAT, e.g. weight=q4_1.")
+@click.option("--trait", "traits", multiple=True, help="NAME=VALUE, e.g. head_dim=64.")
+def explain(family: str, device: str, formats: tuple[str, ...], traits: tuple[str, ...]) -> None:
+    """Say which kernel of FAMILY would run a call, and why not the others."""
+    if family not in REGISTRY.families():
+        known = ", ".join(REGISTRY.families())
+        raise click.BadParameter(f"got {family!r}; allowed: {known}", param_hint="FAMILY")
+    signature = CallSignature(
+        family,
+        device,
+        tuple(_pairs(formats, "--format")),
+        tuple((name, _trait(value)) for name, value in _pairs(traits, "--trait")),
+    )
+    explanation = explain_selection(signature)
+    click.echo(str(explanation))
+    if explanation.chosen is None:
+        sys.exit(1)
+
+
+def _line(verdict: Verdict) -> str:
+    if verdict.error is None:
+        return f"skip  {verdict.family} {verdict.kernel}: {verdict.case}"
+    word = "ok  " if verdict.passes else "FAIL"
+    return (
+        f"{word}  {verdict.family} {verdict.kernel}: {verdict.case} "
+        f"error {verdict.error:.2e} <= {verdict.allowed:.0e}"
+    )
+
+
+@main.command()
+@click.argument("families", nargs=-1)
+@click.option("--verbose", is_flag=True, help="Print passing cases too.")
+def verify(families: tuple[str, ...], verbose: bool) -> None:
+    """Compare kernels with the reference on random calls (all FAMILIES that have cases)."""
+    known = all_cases()
+    for family in families:
+        if family not in known:
+            raise click.BadParameter(
+                f"got {family!r}; allowed: {', '.join(known)}", param_hint="FAMILIES"
+            )
+    num_failed = num_run = 0
+    for family in families or known:
+        for verdict in verify_family(family):
+            num_run += verdict.error is not None
+            num_failed += not verdict.passes
+            if verbose or not verdict.passes:
+                click.echo(_line(verdict))
+    click.echo(f"{num_run} comparisons, {num_failed} failed")
+    if num_failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    try:
+        main(prog_name="python -m kernels")
+    except KernelError as error:
+        click.echo(f"{error.code}: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m kernels`: what it prints and how it exits."""
+
+from __future__ import annotations
+
+import json
+
+from click.testing import CliRunner
+
+from kernels.__main__ import main
+from kernels.registry import REGISTRY
+
+
+def test_ls_prints_every_registered_kernel_as_json() -> None:
+    result = CliRunner().invoke(main, ["ls", "--json"])
+    assert result.exit_code == 0
+    printed = {(r["family"], r["name"]) for r in map(json.loads, result.output.splitlines())}
+    expected = {
+        (family, spec.name) for family in REGISTRY.families() for spec in REGISTRY.specs(family)
+    }
+    assert printed == expected
+
+
+def test_explain_names_the_chosen_kernel_and_the_reasons() -> None:
+    args = ["explain", "rms_norm", "--format", "x=fp32", "--format", "weight=fp32"]
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 0
+    assert "-> reference [REFERENCE]: can run it" in result.output
+
+
+def test_explain_fails_when_nothing_can_run_the_call() -> None:
+    result = CliRunner().invoke(main, ["explain", "nothing"])
+    assert result.exit_code == 2
+    assert "allowed:" in result.output
+    result = CliRunner().invoke(main, ["explain", "rms_norm", "--format", "fp32"])
+    assert result.exit_code == 2
+    assert "NAME=VALUE" in result.output
+
+
+def test_verify_compares_and_counts() -> None:
+    result = CliRunner().invoke(main, ["verify", "copy_pages", "argmax", "--verbose"])
+    assert result.exit_code == 0
+    assert "0 failed" in result.output
+    assert CliRunner().invoke(main, ["verify", "nothing"]).exit_code == 2
+
+
+def test_every_command_has_help() -> None:
+    for command in ("ls", "explain", "verify"):
+        result = CliRunner().invoke(main, [command, "--help"])
+        assert result.exit_code == 0
+        assert len(result.output.splitlines()) > 3
