@@ -13,6 +13,7 @@ Does not know: HTTP status codes (appliance.errors maps codes to them).
       SessionNotFound            session_not_found (also: it belongs to another tenant)
       TurnNotFound               turn_not_found
       ItemNotFound               item_not_found
+      LeaseNotFound              lease_not_found
       SessionExists              session_exists
       SessionExpired             session_expired
       TurnInProgress             turn_in_progress, with the turn's id
@@ -98,6 +99,14 @@ class ItemNotFound(SessionError):
     def __init__(self, item_id: str) -> None:
         super().__init__(f"no item {item_id!r} in this session")
         self.item_id = item_id
+
+
+class LeaseNotFound(SessionError):
+    code = "lease_not_found"
+
+    def __init__(self, lease_id: str) -> None:
+        super().__init__(f"no lease {lease_id!r} in this session")
+        self.lease_id = lease_id
 
 
 class SessionExists(SessionError):

@@ -15,6 +15,7 @@ from typing import Final
 from sessions.calls import open_calls_of
 from sessions.errors import SessionExpired, SettingError
 from sessions.ids import new_id
+from sessions.leases import clipped
 from sessions.session import EXPIRED, Session, UsageTotals, rest_status, validate_metadata
 from sessions.turn_log import TURN, Cut, LogSpan, Record, TurnLog
 
@@ -113,17 +114,19 @@ def on_history(
     items = [item for record in history for item in record.items]
     turns = [record.id for record in history if record.kind == TURN]
     open_calls = open_calls_of(items)
-    return session.touched(
+    num_tokens = sum(record.num_tokens for record in history)
+    moved = session.touched(
         now_ms,
         status=rest_status(open_calls),
         log_id=new_id("log"),
         lineage=cut_spans(session.spans, len(kept)),
         log_len=len(own),
-        num_tokens=sum(record.num_tokens for record in history),
+        num_tokens=num_tokens,
         num_items=len(items),
         open_calls=open_calls,
         last_turn=turns[-1] if turns else None,
     )
+    return replace(moved, leases=clipped(moved.leases, num_tokens))
 
 
 def _child(
@@ -140,6 +143,7 @@ def _child(
         revision=history[-1].revision if history else 0,
         version=0,
         usage=UsageTotals(),
+        leases=(),
         current_turn=None,
         error=None,
         metadata=dict(metadata),

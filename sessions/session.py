@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from sessions.calls import OpenCall, close_calls, resolve_calls
 from sessions.errors import (
+    LeaseNotFound,
     RevisionConflict,
     SessionExpired,
     SettingError,
@@ -31,6 +32,7 @@ from sessions.errors import (
 )
 from sessions.ids import new_id
 from sessions.items import FunctionCall, Item
+from sessions.leases import Lease, renewed
 from sessions.settings import HEAD_SETTINGS, SessionSettings
 from sessions.turn_log import ITEMS, LogSpan, PendingTurn, Record, TurnUsage
 
@@ -88,6 +90,7 @@ class Session:
     current_turn: str | None = None
     last_turn: str | None = None
     usage: UsageTotals = field(default_factory=UsageTotals)
+    leases: tuple[Lease, ...] = ()
     parent_session_id: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     error: dict[str, Any] | None = None
@@ -219,6 +222,20 @@ class Session:
             now_ms
         )
 
+    def add_lease(self, lease: Lease, now_ms: int) -> Session:
+        """Hold a lease; those past their deadline go. Raises `SessionExpired`."""
+        if self.status == EXPIRED:
+            raise SessionExpired(self.id)
+        touched = self.touched(now_ms)
+        return replace(touched, leases=(*touched.leases, lease))
+
+    def release_lease(self, lease_id: str) -> Session:
+        """Let a lease go. Raises `LeaseNotFound`."""
+        kept = tuple(lease for lease in self.leases if lease.id != lease_id)
+        if len(kept) == len(self.leases):
+            raise LeaseNotFound(lease_id)
+        return replace(self, leases=kept)
+
     def suspend(self, now_ms: int) -> Session:
         """Mark its KV as given up; the next turn resumes it. Raises `TurnInProgress`."""
         self.check_ready(now_ms)
@@ -264,9 +281,15 @@ class Session:
         )
 
     def touched(self, now_ms: int, **changes: Any) -> Session:
-        """A copy with `changes`, used just now: its expiry moves."""
+        """A copy with `changes`, used just now: its expiry and its leases' move."""
         expires_at_ms = now_ms + self.settings.expires_after_ms
-        return replace(self, updated_at_ms=now_ms, expires_at_ms=expires_at_ms, **changes)
+        return replace(
+            self,
+            updated_at_ms=now_ms,
+            expires_at_ms=expires_at_ms,
+            leases=renewed(self.leases, now_ms),
+            **changes,
+        )
 
     @property
     def spans(self) -> tuple[LogSpan, ...]:

@@ -227,6 +227,12 @@ class TurnLog:
             raise TurnNotFound(at)
         return self._cut_at_item(at)
 
+    def num_tokens_until(self, at: str | int) -> int:
+        """Length in tokens of the history up to `at`. Raises what `cut` raises."""
+        cut = self.cut(at)
+        whole = sum(record.num_tokens for record in self.records[: cut.num_records])
+        return whole + (cut.part.num_tokens if cut.part is not None else 0)
+
     def _cut_at_revision(self, revision: int) -> Cut:
         num_records = sum(record.revision <= revision for record in self.records)
         if revision < 0 or (self.records and revision > self.records[-1].revision):

@@ -21,6 +21,8 @@ from sessions.errors import (
     VersionConflict,
 )
 from sessions.items import parse_items
+from sessions.lease_policy import LeaseBudget, grant_lease
+from sessions.leases import new_lease
 from sessions.session import Session, items_record
 from sessions.store import ListQuery, SessionStore, TurnClaim
 from sessions.token_codec import decode_ids, encode_ids
@@ -108,6 +110,14 @@ class SessionStoreContract:
         read = harness.run(harness.another().get(session.id))
         assert read == stored
         assert list(read.settings.tools[0]["parameters"]) == ["z", "a"]
+
+    def test_leases_are_stored_with_the_session(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        grant = grant_lease("l2", 100, LeaseBudget(pool_tokens=10_000))
+        lease = new_lease(grant, tier="l2", upto="head", ttl_ms=60_000, now_ms=NOW_MS)
+        held = harness.run(harness.store.update(session.add_lease(lease, NOW_MS)))
+        assert harness.run(harness.another().get(session.id)).leases == held.leases == (lease,)
 
     def test_update_of_an_old_version_is_refused_and_changes_nothing(
         self, harness: StoreHarness, session: Session
