@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig, from_json
 from engine.errors import EngineError
+from engine.transport import EngineSocket
 
 if TYPE_CHECKING:
     from engine.loop.server import EngineServer
@@ -82,10 +83,20 @@ def set_thread_environment(config: EngineConfig) -> None:
 
 
 def _build(config: EngineConfig) -> EngineServer:
+    # First of all, since it costs nothing: what is said meanwhile waits in the socket.
+    socket = EngineSocket(config.socket_path)
+    try:
+        return _build_behind(socket, config)
+    except BaseException:
+        socket.close(linger_ms=0)
+        raise
+
+
+def _build_behind(socket: EngineSocket, config: EngineConfig) -> EngineServer:
     from engine.grammar.compiler import GrammarCompiler
     from engine.text.assets import load_text_assets
 
-    # Torch comes with these; the environment above is in place by now.
+    # Torch comes with these; the environment is in place by now.
     from engine.execution.model_runner import build_model_runner  # isort: skip
     from engine.loop.server import EngineServer, Vocabulary, WakeSignal  # isort: skip
 
@@ -102,7 +113,7 @@ def _build(config: EngineConfig) -> EngineServer:
         eos_ids=assets.eos_ids,
         control_ids=assets.control_token_ids,
     )
-    return EngineServer(config, runner, compiler, vocabulary, wake)
+    return EngineServer(config, runner, compiler, vocabulary, socket, wake)
 
 
 def _stop_on_signals(server: EngineServer, drain_s: float) -> None:

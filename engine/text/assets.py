@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.text.byte_tokenizer import byte_tokenizer
 from engine.text.chat_template import ChatTemplate
 from engine.text.conformance import ConformanceReport, check_conformance
 from engine.text.errors import ChatTemplateError
@@ -64,11 +65,12 @@ class TextAssets:
     conformance: ConformanceReport
 
 
-def load_text_assets(model: str) -> TextAssets:
+def load_text_assets(model: str, *, load_format: str = "auto") -> TextAssets:
     """Load the text side of a model; log where its template cannot be appended to exactly.
 
     Args:
         model: "smollm2" / "default", a path to a .gguf file, or a Hugging Face directory.
+        load_format: the engine's; "dummy" needs no tokenizer (engine/text/byte_tokenizer.py).
 
     Raises:
         ModelNotFoundError: there is no such model.
@@ -77,7 +79,8 @@ def load_text_assets(model: str) -> TextAssets:
         ChatTemplateError: its template is missing or does not compile.
     """
     source = resolve_model(model)
-    assets = _from_gguf(source) if source.kind is ModelKind.GGUF else _from_hf(source)
+    is_dummy = load_format == "dummy"
+    assets = _from_gguf(source) if source.kind is ModelKind.GGUF else _from_hf(source, is_dummy)
     for case in assets.conformance.cases:
         if case.status == "differs":
             logger.warning(
@@ -115,12 +118,15 @@ def _from_gguf(source: ModelSource) -> TextAssets:
     )
 
 
-def _from_hf(source: ModelSource) -> TextAssets:
+def _from_hf(source: ModelSource, is_dummy: bool) -> TextAssets:
     config = read_json(source.path / "config.json")
     for key in ("vocab_size", "max_position_embeddings"):
         if not isinstance(config.get(key), int):
             raise ModelFormatError(f"{source.path}/config.json: {key} is {config.get(key)!r}")
-    tokenizer = tokenizer_from_hf(source.path, config["vocab_size"])
+    if is_dummy and not (source.path / "tokenizer.json").exists():
+        tokenizer = byte_tokenizer(config["vocab_size"])
+    else:
+        tokenizer = tokenizer_from_hf(source.path, config["vocab_size"])
     settings = _optional_json(source.path / "tokenizer_config.json")
     variables = {
         name: text for name in _SPECIAL_NAMES if (text := special_token_text(settings.get(name)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
 )
 
+from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.execution.model_runner import build_model_runner
+from tests.fakes.live_engine import LiveEngine, make_request, run, serve
 from tests.fakes.paged_driver import PagedDriver
 
 _VOCAB = 131
@@ -88,6 +91,7 @@ _V3: dict[str, dict[str, Any]] = {
     },
 }
 _ALL = [*_V2, *_V3]
+_FREE = {"ignore_eos": True, "mask_control_tokens": False}  # as transformers samples here
 
 
 @pytest.fixture(autouse=True)
@@ -213,3 +217,50 @@ def test_bfloat16_stays_near_the_float32_logits(tmp_path: Path, variant: str) ->
         expected = model(torch.tensor([tokens])).logits[0, 49:]
     similarity = torch.nn.functional.cosine_similarity(torch.stack(found), expected, dim=1)
     assert float(similarity.min()) > 0.995, similarity
+
+
+def test_conversations_served_by_the_whole_engine_are_those_of_transformers(
+    tmp_path: Path,
+) -> None:
+    """Scheduler, loop, chunked prefill, cached prefixes and sampler around the real model."""
+    model = _reference("v3", tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path),
+        dtype="float32",
+        num_threads=1,
+        page_size=16,
+        kv_pool_tokens=2048,
+        max_slots=4,
+    )
+    runner = build_model_runner(config)
+
+    def expected(prompt: list[int], num: int) -> list[int]:
+        with torch.no_grad():
+            out = model.generate(
+                torch.tensor([prompt]), max_new_tokens=num, do_sample=False, eos_token_id=None
+            )
+        ids: list[int] = out[0, len(prompt) :].tolist()
+        return ids
+
+    shared = _ids(70, seed=20)
+    prompts = [shared + _ids(n, seed=30 + n) for n in (1, 17, 40)]
+
+    async def talk(client: EngineClient) -> None:
+        first = await run(client, make_request("r0", shared, 4, sampling=_FREE))
+        assert first.ids == expected(shared, 4)
+        several = await asyncio.gather(
+            *(
+                run(client, make_request(f"r{i}x", prompt, 24, sampling=_FREE))
+                for i, prompt in enumerate(prompts)
+            )
+        )
+        for said, prompt in zip(several, prompts, strict=True):
+            assert said.started is not None and said.started.cache.l1 >= 64
+            assert said.ids == expected(prompt, 24)
+        # A later turn: the whole history again, and more.
+        history = prompts[1] + several[1].ids + _ids(9, seed=50)
+        later = await run(client, make_request("r9", history, 24, sampling=_FREE))
+        assert later.started is not None and later.started.cache.l1 > len(prompts[1])
+        assert later.ids == expected(history, 24)
+
+    serve(LiveEngine(str(tmp_path), runner, max_slots=4, token_budget=48), talk)
