@@ -23,7 +23,7 @@ from engine import api
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.process import set_thread_environment
-from engine.transport import pack_ids
+from engine.transport import EngineSocket, pack_ids
 
 WARM_UP_TOKENS = 100
 JSON_GRAMMAR = api.GrammarSpec(
@@ -94,7 +94,8 @@ def _measure(mode: str, rows: int, tokens: int, vocab_size: int) -> dict[str, fl
         compiler = GrammarCompiler(token_bytes, (2,), vocab_size, config.grammar, wake.set)
         compiler.wait_warm()
         runner = EmptyRunner(vocab_size=vocab_size, max_slots=max(rows, 1))
-        server = EngineServer(config, runner, compiler, vocabulary, wake)
+        socket = EngineSocket(config.socket_path)
+        server = EngineServer(config, runner, compiler, vocabulary, socket, wake)
         receive, send = multiprocessing.Pipe(duplex=False)
         client = multiprocessing.get_context("spawn").Process(
             target=_client_process, args=(config.socket_path, mode, rows, tokens, send)

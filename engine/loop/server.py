@@ -77,17 +77,15 @@ class EngineServer:
         runner: ModelRunner,
         grammar_compiler: GrammarCompiler,
         vocabulary: Vocabulary,
+        socket: EngineSocket,
         wake: WakeSignal,
     ) -> None:
-        """`wake` is what `grammar_compiler` was told to set.
-
-        Raises: EngineError if another engine listens on the socket; zmq.ZMQError, OSError.
-        """
+        """Takes over `socket`; `wake` is what `grammar_compiler` was told to set."""
         self._config = config
         self._wake = wake
         self._compiler = grammar_compiler
         self.instance_id = uuid.uuid4().hex
-        self._socket = EngineSocket(config.socket_path)
+        self._socket = socket
         outbox = Outbox(self._socket, self._hello(runner))
         counters = Counters()
         control = ControlPlane(build_scheduler(config, runner), outbox)

@@ -31,7 +31,7 @@ def make_config(model: Path, run_dir: Path, **settings: object) -> EngineConfig:
     return dataclasses.replace(config, **settings)  # type: ignore[arg-type]
 
 
-def test_a_process_serves_drains_on_sigterm_and_leaves_nothing_behind(
+def test_a_process_serves_alone_on_its_socket_drains_on_sigterm_and_leaves_nothing_behind(
     model: Path, tmp_path: Path
 ) -> None:
     async def main(engine: EngineProcess) -> None:
@@ -39,6 +39,10 @@ def test_a_process_serves_drains_on_sigterm_and_leaves_nothing_behind(
         await client.start()
         hello = await client.wait_ready(60)
         assert (hello.vocab_size, hello.max_context_len, hello.page_size) == (288, 1024, 16)
+        code, said = EngineProcess(engine.config).start().wait()
+        assert code == 1, "a second engine on the same socket"
+        assert said.splitlines()[-1].startswith("moorage engine: another engine listens here")
+
         number = api.GrammarSpec(kind=api.GrammarKind.REGEX, text="[0-9]{4}")
         held = await run(client, make_request("held", byte_ids("12"), 20, grammar=number))
         assert held.finished is not None and held.finished.stop_token_id == 2
@@ -58,24 +62,6 @@ def test_a_process_serves_drains_on_sigterm_and_leaves_nothing_behind(
     assert code == 0, said
     assert "engine ready" in said and "engine stopped" in said
     assert not Path(engine.config.socket_path).exists()
-
-
-def test_a_second_engine_on_the_same_socket_is_refused_and_the_first_lives_on(
-    model: Path, tmp_path: Path
-) -> None:
-    async def main(engine: EngineProcess) -> None:
-        client = EngineClient(engine.config.socket_path)
-        await client.start()
-        await client.wait_ready(60)
-        code, said = EngineProcess(engine.config).start().wait()
-        assert code == 1
-        assert said.splitlines()[-1].startswith("moorage engine: another engine listens here")
-        result = await run(client, make_request("alive", byte_ids("x"), 5))
-        assert result.finished is not None and result.finished.error_code is None
-        await client.close()
-
-    with EngineProcess(make_config(model, tmp_path)) as engine:
-        asyncio.run(main(engine))
 
 
 def refusal(config_json: bytes) -> tuple[int, list[str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,6 +34,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
+@pytest.fixture(scope="module")
+def engine(config: EngineConfig) -> Iterator[EngineProcess]:
+    with EngineProcess(config) as process:
+        yield process
+
+
 def requests(prefix: str) -> list[api.GenerateRequest]:
     """A greedy, a sampled with penalties, and a grammar request; none ends early."""
     free = {"ignore_eos": True}
@@ -50,8 +57,10 @@ def requests(prefix: str) -> list[api.GenerateRequest]:
     ]
 
 
-def test_streams_survive_kill_9_of_the_engine_token_by_token(config: EngineConfig) -> None:
-    async def main(engine: EngineProcess) -> None:
+def test_streams_survive_kill_9_of_the_engine_token_by_token(
+    config: EngineConfig, engine: EngineProcess
+) -> None:
+    async def main() -> None:
         client = EngineClient(config.socket_path)
         await client.start()
         await client.wait_ready(60)
@@ -76,12 +85,11 @@ def test_streams_survive_kill_9_of_the_engine_token_by_token(config: EngineConfi
             assert stream.finished is not None and stream.finished.error_code is None
         await client.close()
 
-    with EngineProcess(config) as engine:
-        asyncio.run(main(engine))
+    asyncio.run(main())
 
 
 def test_a_request_goes_on_while_its_client_is_gone_and_the_next_client_reads_it_all(
-    config: EngineConfig,
+    config: EngineConfig, engine: EngineProcess
 ) -> None:
     async def main() -> None:
         first = EngineClient(config.socket_path)
@@ -105,5 +113,4 @@ def test_a_request_goes_on_while_its_client_is_gone_and_the_next_client_reads_it
         assert again.ids == got.ids[399:]
         await second.close()
 
-    with EngineProcess(config):
-        asyncio.run(main())
+    asyncio.run(main())

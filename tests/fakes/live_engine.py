@@ -13,7 +13,7 @@ from engine.config import EngineConfig, GrammarConfig, SchedulerLimits
 from engine.execution.batch import ModelRunner
 from engine.grammar.compiler import GrammarCompiler
 from engine.loop.server import EngineServer, Vocabulary, WakeSignal
-from engine.transport import pack_ids, unpack_ids
+from engine.transport import EngineSocket, pack_ids, unpack_ids
 
 EOS = 2
 NUM_CONTROL = 3
@@ -81,7 +81,8 @@ class LiveEngine:
         )
         if self._wait_grammar:
             compiler.wait_warm()
-        self.server = EngineServer(self.config, self.runner, compiler, vocabulary, wake)
+        socket = EngineSocket(self.config.socket_path)
+        self.server = EngineServer(self.config, self.runner, compiler, vocabulary, socket, wake)
         self._thread = threading.Thread(target=self._run, name="live-engine", daemon=True)
         self._thread.start()
         return self
