@@ -47,6 +47,7 @@ class RequestSpec:
         tenant: str = "default",
         salt: str = "",
         expected_return: float = 0.5,  # chance that prompt + output is continued: eviction value
+        num_draft_tokens: int = 0,  # a decode row has up to 1 + that many tokens, drafts as -1
     ) -> None: ...
     request_id: int
     token_ids: NDArray[np.int32]
@@ -55,11 +56,13 @@ class RequestSpec:
     tenant: str
     salt: str
     expected_return: float
+    num_draft_tokens: int
 
 class StepDone:
     """Results of one planned step, arrays in the plan's row order.
 
-    num_accepted[r] tokens of row r are token_ids[r, :]; 0 for rows that did not sample.
+    num_accepted[r] tokens of row r are token_ids[r, :]; 0 for rows that did not sample. A decode
+    row of 1 + k tokens (k drafts) may accept up to 1 + k: the accepted drafts and one more.
     finished[r] != 0: the request is over after those tokens. failed[r] != 0: NaN or an engine
     error; the row's KV is never published.
     """

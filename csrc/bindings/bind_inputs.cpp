@@ -45,11 +45,12 @@ void make_step_done(StepDone* self, std::int64_t step_id, const InArray1<std::in
 
 void make_spec(RequestSpec* self, std::int64_t request_id, const InArray1<TokenId>& token_ids,
                std::int64_t max_new_tokens, std::int64_t priority, std::string tenant,
-               std::string salt, double expected_return) {
+               std::string salt, double expected_return, std::int32_t num_draft_tokens) {
   new (self) RequestSpec{RequestId{request_id}, copy<TokenId>(token_ids),
                          max_new_tokens,        priority,
                          std::move(tenant),     std::move(salt),
-                         as_permille("expected_return", expected_return)};
+                         as_permille("expected_return", expected_return),
+                         num_draft_tokens};
 }
 
 void bind_config(nb::module_& module) {
@@ -100,7 +101,8 @@ void bind_inputs(nb::module_& module) {
   nb::class_<RequestSpec>(module, "RequestSpec")
       .def("__init__", &make_spec, nb::kw_only(), nb::arg("request_id"),
            nb::arg("token_ids").noconvert(), nb::arg("max_new_tokens"), nb::arg("priority") = 0,
-           nb::arg("tenant") = "default", nb::arg("salt") = "", nb::arg("expected_return") = 0.5)
+           nb::arg("tenant") = "default", nb::arg("salt") = "", nb::arg("expected_return") = 0.5,
+           nb::arg("num_draft_tokens") = 0)
       .def_prop_ro("request_id", [](const RequestSpec& self) { return self.request_id.value; })
       .def_prop_ro("token_ids",
                    [](nb::handle_t<RequestSpec> self) {
@@ -111,7 +113,8 @@ void bind_inputs(nb::module_& module) {
       .def_ro("tenant", &RequestSpec::tenant)
       .def_ro("salt", &RequestSpec::salt)
       .def_prop_ro("expected_return",
-                   [](const RequestSpec& self) { return self.return_permille / 1000.0; });
+                   [](const RequestSpec& self) { return self.return_permille / 1000.0; })
+      .def_ro("num_draft_tokens", &RequestSpec::num_draft_tokens);
   nb::class_<StepDone>(module, "StepDone")
       .def("__init__", &make_step_done, nb::kw_only(), nb::arg("step_id"),
            nb::arg("num_accepted").noconvert(), nb::arg("token_ids").noconvert(),

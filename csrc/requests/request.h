@@ -20,6 +20,7 @@ struct RequestSpec {
   std::string tenant;
   std::string salt;
   std::int32_t return_permille = kDefaultReturnPermille;  // chance that its end is continued
+  std::int32_t num_draft_tokens = 0;                      // speculated with each decode row
 };
 
 // Token positions of a request, all in one sequence of prompt and output:
@@ -46,6 +47,7 @@ struct Request {
   std::int32_t num_samples_in_flight = 0;
   bool was_retracted = false;
   std::int32_t return_permille = kDefaultReturnPermille;
+  std::int32_t num_draft_tokens = 0;
 
   RequestId leader;                   // computes the prefix this request waits for
   std::int32_t leader_len = 0;        // wait until that much of it is published

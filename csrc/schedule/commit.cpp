@@ -50,7 +50,8 @@ void Scheduler::validate_rows(const StepResult& result, const Step& step) const 
   }
   for (std::int32_t r = 0; r < result.num_rows; ++r) {
     const std::int32_t accepted = result.num_accepted[r];
-    const std::int32_t most = step.rows[static_cast<std::size_t>(r)].samples ? 1 : 0;
+    const StepRow& row = step.rows[static_cast<std::size_t>(r)];
+    const std::int32_t most = !row.samples ? 0 : row.is_prefill ? 1 : row.len;
     if (accepted < 0 || accepted > result.num_columns || accepted > most) {
       reject("num_accepted[" + std::to_string(r) + "]",
              std::to_string(accepted) + " is not in [0, " + std::to_string(most) +
@@ -105,14 +106,17 @@ void Scheduler::commit_row(const StepRow& row, TokenSpan accepted, bool finished
   if (const auto* draining = std::get_if<Draining>(&request.state)) {
     // What an aborted request still computed is sound KV. After a finish the step ran for nothing.
     if (draining->status == EndStatus::kAborted && !failed && request.num_computed == row.start) {
-      request.num_computed = std::min(row.start + row.len, request.len());
+      request.num_computed = std::min(row.start + (row.is_prefill ? row.len : 1), request.len());
     }
     return;
   }
   if (failed) return fire(request, Fail{"the step failed for this request"});
-  request.num_computed = row.start + row.len;
+  // Of a decode row the KV of accepted drafts stands; behind it the next row writes anew.
+  const auto num_accepted = static_cast<std::int32_t>(accepted.size());
+  request.num_computed = row.start + (row.is_prefill ? row.len : std::max(1, num_accepted));
+  if (request.num_draft_tokens > 0 && !row.is_prefill) request.num_planned = request.num_computed;
   request.tokens.insert(request.tokens.end(), accepted.begin(), accepted.end());
-  WaitQueue::charge(request, static_cast<std::int64_t>(accepted.size()));
+  WaitQueue::charge(request, num_accepted);
   if (request.is<Prefilling>() && request.num_computed >= request.prefill_end) {
     fire(request, PrefillDone{});
   }

@@ -9,6 +9,7 @@ namespace moorage {
 namespace {
 
 constexpr std::int64_t kMaxPriority = 1000;
+constexpr std::int32_t kMaxDraftTokens = 64;
 
 [[noreturn]] void reject(std::size_t index, const std::string& field, const std::string& why) {
   throw std::invalid_argument("specs[" + std::to_string(index) + "]." + field + ": " + why);
@@ -55,6 +56,9 @@ void Scheduler::validate(std::span<const RequestSpec* const> specs) const {
     if (spec.return_permille < 0 || spec.return_permille > 1000) {
       reject(i, "expected_return", "is not in [0, 1]");
     }
+    if (spec.num_draft_tokens < 0 || spec.num_draft_tokens > kMaxDraftTokens) {
+      reject(i, "num_draft_tokens", std::to_string(spec.num_draft_tokens) + " is not in [0, 64]");
+    }
     if (spec.priority < -kMaxPriority || spec.priority > kMaxPriority) {
       reject(i, "priority", std::to_string(spec.priority) + " is not in [-1000, 1000]");
     }
@@ -85,6 +89,7 @@ void Scheduler::submit(std::span<const RequestSpec* const> specs) {
     request->tenant_name = spec.tenant;
     request->salt = spec.salt;
     request->return_permille = spec.return_permille;
+    request->num_draft_tokens = spec.num_draft_tokens;
     request->prompt_len = static_cast<std::int32_t>(spec.token_ids.size());
     request->max_new_tokens = static_cast<std::int32_t>(spec.max_new_tokens);
     request->tokens.reserve(spec.token_ids.size() +

@@ -30,24 +30,37 @@ void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
   emit_rows(plan);
 }
 
+// Where a speculating request goes on is known only when its last results are in.
 bool Scheduler::wants_decode(const Request& request) const {
+  if (request.num_draft_tokens > 0 && request.num_samples_in_flight > 0) return false;
   return request.num_planned >= request.prefill_end &&
          request.num_outputs() + request.num_samples_in_flight < request.max_new_tokens;
+}
+
+// The token to decode from and as many drafts as could all be accepted.
+std::int32_t Scheduler::num_decode_tokens(const Request& request) const {
+  return std::min(1 + request.num_draft_tokens, request.max_new_tokens - request.num_outputs());
 }
 
 // Best first, so that whoever must give way has no row in this plan yet.
 void Scheduler::plan_running(Plan& plan) {
   std::int32_t num_decodes = 0;
+  std::int64_t num_draft_tokens = 0;
   std::int32_t num_prefills = waiting_.size() == 0 ? 0 : 1;
   for (const Request* request : running_) {
-    num_decodes += wants_decode(*request) ? 1 : 0;
+    if (wants_decode(*request)) {
+      num_decodes += 1;
+      num_draft_tokens += num_decode_tokens(*request) - 1;
+    }
     num_prefills += request->num_planned < request->prefill_end ? 1 : 0;
   }
   // Streams come first, but they never take the whole step from a prefill that waits.
   const std::int32_t kept = num_prefills == 0 ? 0 : (config_.token_budget + 3) / 4;
-  const std::int32_t decode_budget =
-      std::min(num_decodes, std::max(1, config_.token_budget - kept));
+  const std::int32_t most_decode = std::max(1, config_.token_budget - kept);
+  const std::int32_t decode_budget = std::min(num_decodes, most_decode);
+  const bool speculates = num_decodes + num_draft_tokens <= most_decode;  // drafts give way first
   prefill_budget_ = config_.token_budget - decode_budget;
+  if (speculates) prefill_budget_ -= static_cast<std::int32_t>(num_draft_tokens);
 
   const std::int32_t first = decode_budget < num_decodes ? decode_cursor_ % num_decodes : 0;
   std::int32_t nth_decode = 0;
@@ -55,7 +68,8 @@ void Scheduler::plan_running(Plan& plan) {
     Request& request = *running_[i];
     if (wants_decode(request)) {
       const std::int32_t turn = (nth_decode++ - first + num_decodes) % num_decodes;
-      if (turn < decode_budget) plan_row(i, 1, false, plan);
+      const std::int32_t len = speculates ? num_decode_tokens(request) : 1;
+      if (turn < decode_budget) plan_row(i, len, false, plan);
     } else if (request.num_planned < request.prefill_end && prefill_budget_ > 0) {
       const std::int32_t rest = request.prefill_end - request.num_planned;
       plan_row(i, std::min(rest, prefill_budget_), true, plan);
@@ -70,7 +84,7 @@ void Scheduler::plan_row(std::size_t index, std::int32_t len, bool is_prefill, P
   len = reserve(index, len, plan);
   if (len == 0) return;
   const bool samples = start + len >= request.prefill_end;
-  (is_prefill ? prefill_rows_ : decode_rows_).push_back({&request, start, len, samples});
+  (is_prefill ? prefill_rows_ : decode_rows_).push_back({&request, start, len, samples, is_prefill});
   if (is_prefill) prefill_budget_ -= len;
   request.num_planned += len;
   request.num_steps_in_flight += 1;

@@ -107,6 +107,7 @@ class Scheduler {
     std::int32_t start;
     std::int32_t len;
     bool samples;
+    bool is_prefill;
   };
   struct Step {
     StepId id;
@@ -128,6 +129,7 @@ class Scheduler {
   void plan_running(Plan& plan);
   void plan_row(std::size_t index, std::int32_t len, bool is_prefill, Plan& plan);
   bool wants_decode(const Request& request) const;
+  std::int32_t num_decode_tokens(const Request& request) const;
   bool make_room(std::int32_t num_pages);
   std::int32_t grow_tail(Request& request, std::int32_t end, Plan& plan);
   std::int32_t reserve(std::size_t index, std::int32_t len, Plan& plan);

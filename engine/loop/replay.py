@@ -75,6 +75,7 @@ class SpecRecord(msgspec.Struct):
     tenant: str
     salt: str
     expected_return: float
+    num_draft_tokens: int = 0
 
 
 class Submitted(msgspec.Struct, tag="submit"):
@@ -216,6 +217,7 @@ class RecordingScheduler(Scheduler):
                 tenant=spec.tenant,
                 salt=spec.salt,
                 expected_return=spec.expected_return,
+                num_draft_tokens=spec.num_draft_tokens,
             )
             for spec in specs
         ]
@@ -310,6 +312,7 @@ def spec_of(record: SpecRecord) -> RequestSpec:
         tenant=record.tenant,
         salt=record.salt,
         expected_return=record.expected_return,
+        num_draft_tokens=record.num_draft_tokens,
     )
 
 

@@ -103,7 +103,7 @@ class SchedulerDriver {
     live_.push_back(id);
     submit(scheduler_, {RequestId{id}, std::move(tokens), 1 + next() % 28, next() % 3 - 1,
                         next() % 2 == 0 ? "a" : "b", next() % 4 == 0 ? "salt" : "",
-                        next() % 1001});
+                        next() % 1001, next() % 3});
   }
 
   void abort_random() {

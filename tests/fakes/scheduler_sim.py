@@ -38,6 +38,7 @@ class Job:
     salt: str = ""
     priority: int = 0
     tenant: str = "default"
+    num_draft_tokens: int = 0
     outputs: list[int] = field(default_factory=list)
     slot: int = -1
     ended: cpp.Ended | None = None
@@ -79,7 +80,7 @@ class Flight:
     step_id: int
     request_ids: list[int]
     samples: list[int]
-    tokens: list[int]
+    tokens: list[list[int]]
     finished: list[int]
     failed: list[int]
 
@@ -123,30 +124,50 @@ class Device:
             job, slot = jobs[request_id], int(plan.row_slots[r])
             start, length = int(plan.row_starts[r]), int(plan.row_lens[r])
             ids = plan.input_ids[at : at + length].tolist()
-            ids = [int(self.next_input_ids[slot]) if token < 0 else token for token in ids]
+            states: list[int] = []  # after each token of the row
             state = self.state_before(job, slot, start)
-            for offset, token in enumerate(ids):
-                state = mix(state, token)
-                where = int(plan.slot_mapping[at + offset])
+            for offset in range(length):
+                if ids[offset] < 0:
+                    ids[offset] = self.draft(states) if states else int(self.next_input_ids[slot])
+                state = mix(state, ids[offset])
+                states.append(state)
                 position = start + offset
                 page = int(self.page_table[slot, position // self.page_size])
-                assert where == page * self.page_size + position % self.page_size
+                where = page * self.page_size + position % self.page_size
+                assert plan.slot_mapping[at + offset] == where
                 self.memory[page, position % self.page_size] = state
             at += length
-            reads.append((job, slot, start + length, ids))
+            reads.append((job, slot, start, ids))
             samples = int(plan.row_samples[r])
-            token = self.model.next_token(state) if samples else -1
+            is_decode = start >= job.admissions[-1][0]
+            tokens, finished = self.sample(ids, states, is_decode) if samples else ([], False)
             if samples:
-                self.next_input_ids[slot] = token
+                self.next_input_ids[slot] = tokens[-1]
             flight.request_ids.append(request_id)
             flight.samples.append(samples)
-            flight.tokens.append(token)
-            flight.finished.append(int(bool(samples) and self.model.stops(state)))
+            flight.tokens.append(tokens)
+            flight.finished.append(int(finished))
             flight.failed.append(int(request_id in fail))
         assert at == len(plan.input_ids) == len(plan.slot_mapping)
-        for job, slot, end, ids in reads:
-            self.check_reads(job, slot, end, ids)
+        for job, slot, start, ids in reads:
+            self.check_reads(job, slot, start, ids)
         return flight
+
+    def draft(self, states: list[int]) -> int:
+        """A guess at the next token, right two times in three."""
+        guess = self.model.next_token(states[-1])
+        return guess if states[-1] % 3 else (guess + 1) % self.model.vocab
+
+    def sample(self, ids: list[int], states: list[int], is_decode: bool) -> tuple[list[int], bool]:
+        """The accepted drafts and one token more; of a prompt, the one token after it."""
+        tokens: list[int] = []
+        for offset in range(0 if is_decode else len(ids) - 1, len(ids)):
+            tokens.append(self.model.next_token(states[offset]))
+            if self.model.stops(states[offset]):
+                return tokens, True
+            if offset + 1 < len(ids) and ids[offset + 1] != tokens[-1]:
+                break
+        return tokens, False
 
     def state_before(self, job: Job, slot: int, start: int) -> int:
         if start == 0:
@@ -154,13 +175,12 @@ class Device:
         page = self.page_table[slot, (start - 1) // self.page_size]
         return int(self.memory[page, (start - 1) % self.page_size])
 
-    def check_reads(self, job: Job, slot: int, end: int, ids: list[int]) -> None:
-        """Every KV entry of [0, end) must come from exactly this job's own tokens."""
-        known = job.prompt + job.outputs
-        sequence = (known + ids[-1:])[:end] if len(known) < end else known[:end]
-        assert len(sequence) == end, "a row runs past the tokens that exist"
+    def check_reads(self, job: Job, slot: int, start: int, ids: list[int]) -> None:
+        """Every KV entry a row reads must come from exactly this job's own tokens."""
+        known = (job.prompt + job.outputs)[:start]
+        assert len(known) == start, "a row runs past the tokens that exist"
         state = seed_of(job.salt)
-        for position, token in enumerate(sequence):
+        for position, token in enumerate(known + ids):
             state = mix(state, token)
             page = self.page_table[slot, position // self.page_size]
             held = int(self.memory[page, position % self.page_size])
@@ -170,16 +190,11 @@ class Device:
         ids = plan.row_request_ids.tolist()
         assert len(set(ids)) == len(ids), "a request has two rows"
         assert len(set(plan.row_slots.tolist())) == len(ids), "a slot has two rows"
-        decode = [
-            start >= len(jobs[i].prompt)
+        is_decode = [
+            start >= jobs[i].admissions[-1][0]
             for i, start in zip(ids, plan.row_starts.tolist(), strict=True)
         ]
-        multi = [length > 1 for length in plan.row_lens.tolist()]
-        last_chunk = max((i for i, is_multi in enumerate(multi) if is_multi), default=-1)
-        assert not any(
-            decode[i] and not jobs[ids[i]].admissions[-1][0] > plan.row_starts[i]
-            for i in range(last_chunk)
-        ), "a decode row stands before a prefill row"
+        assert is_decode == sorted(is_decode), "a decode row stands before a prefill row"
         written = plan.slot_mapping.tolist()
         assert len(set(written)) == len(written), "two tokens are written to one place"
 
@@ -223,6 +238,7 @@ class Harness:
                     priority=job.priority,
                     tenant=job.tenant,
                     salt=job.salt,
+                    num_draft_tokens=job.num_draft_tokens,
                 )
             ]
         )
@@ -264,7 +280,7 @@ class Harness:
                 if flight.failed[r]:
                     self.over.add(request_id)
                 elif request_id in self.live and not self.is_over(job):
-                    job.outputs += [flight.tokens[r]] * flight.samples[r]
+                    job.outputs += flight.tokens[r]
         events += [cpp.Abort(request_id=request_id) for request_id in aborts or []]
         ended = self.scheduler.advance(events)
         for result in ended:
@@ -284,12 +300,17 @@ class Harness:
         return self.model.stops(state)
 
     def step_done(self, flight: Flight) -> cpp.StepDone:
+        accepted = [
+            [] if failed else tokens
+            for tokens, failed in zip(flight.tokens, flight.failed, strict=True)
+        ]
+        token_ids = np.zeros((len(accepted), max(map(len, accepted)) + 1), np.int32)
+        for row, tokens in enumerate(accepted):
+            token_ids[row, : len(tokens)] = tokens
         return cpp.StepDone(
             step_id=flight.step_id,
-            num_accepted=np.array(
-                [s * (1 - f) for s, f in zip(flight.samples, flight.failed, strict=True)], np.int32
-            ),
-            token_ids=np.array(flight.tokens, np.int32).reshape(-1, 1),
+            num_accepted=np.array([len(tokens) for tokens in accepted], np.int32),
+            token_ids=token_ids,
             finished=np.array(flight.finished, np.uint8),
             failed=np.array(flight.failed, np.uint8),
         )

@@ -58,6 +58,7 @@ def test_slot_mapping_entries_must_fit_in_32_bits() -> None:
         ({"max_new_tokens": 39}, "max_new_tokens: 39 + 3 prompt tokens can never fit in num_pages"),
         ({"max_new_tokens": 2**40}, "max_new_tokens: 1099511627776 + 3 prompt tokens exceed"),
         ({"request_id": -1}, "request_id: -1 is negative"),
+        ({"num_draft_tokens": 65}, "num_draft_tokens: 65 is not in"),
         ({"priority": 1001}, "priority: 1001 is not in"),
     ],
 )

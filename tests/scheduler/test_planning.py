@@ -346,3 +346,53 @@ def test_priority_orders_the_requests_of_one_tenant() -> None:
     soon = harness.submit([2, 2], 1, tenant="a", priority=1)
     harness.run()
     assert order_of_first_rows(harness, [late.request_id, soon.request_id]) == [1, 0]
+
+
+def test_a_speculating_row_reserves_for_its_drafts_and_goes_on_behind_the_accepted_ones() -> None:
+    harness = make_harness()
+    job = harness.submit([1, 2, 3], 40, num_draft_tokens=3)
+    harness.step()
+    lengths, gains = set(), set()
+    while job.ended is None:
+        before = len(job.outputs)
+        plan = harness.plan()
+        assert plan.row_starts.tolist() == [len(job.prompt) + before - 1]
+        assert plan.input_ids.tolist()[0] == job.outputs[-1]
+        assert set(plan.input_ids.tolist()[1:]) <= {-1}
+        lengths.add(len(plan.input_ids))
+        harness.commit()
+        gains.add(len(job.outputs) - before)
+    assert max(lengths) == 4 and gains >= {1, 4}
+    assert job.outputs == harness.model.generate(job)
+    assert job.ended.num_cached_tokens == 3 + 40 - 1
+
+
+def test_drafts_never_reach_past_max_new_tokens() -> None:
+    harness = make_harness()
+    job = harness.submit([1, 2, 3], 3, num_draft_tokens=8)
+    harness.step()
+    assert harness.plan().row_lens.tolist() == [2]
+    harness.commit()
+    harness.run()
+    assert len(job.outputs) == 3
+
+
+def test_a_speculating_request_is_not_planned_again_before_its_results() -> None:
+    harness = make_harness()
+    harness.submit([1, 2, 3], 20, num_draft_tokens=2)
+    harness.plan()
+    assert harness.plan().step_id == -1
+    harness.commit()
+    harness.plan()
+    assert harness.plan().step_id == -1
+
+
+def test_drafts_give_way_when_the_budget_is_short() -> None:
+    harness = make_harness(token_budget=8)
+    jobs = [harness.submit([i, 1], 30, num_draft_tokens=3) for i in range(4)]
+    while any(not job.outputs for job in jobs):
+        harness.step()
+    assert harness.plan().row_lens.tolist() == [1, 1, 1, 1]
+    harness.commit()
+    harness.run()
+    assert all(job.outputs == harness.model.generate(job) for job in jobs)

@@ -93,6 +93,7 @@ class RandomRun:
             salt=self.rng.choice(["", "", "x"]),
             priority=self.rng.choice([0, 0, 1]),
             tenant=self.rng.choice(["default", "other"]),
+            num_draft_tokens=self.rng.choice([0, 0, 0, 1, 3]),
         )
         self.history = [*self.history[-19:], job]
 
