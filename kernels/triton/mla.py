@@ -20,7 +20,6 @@ from kernels.triton.mla_decode import mla_decode_kernel
 from kernels.triton.mla_plan import mla_merge_kernel, mla_plan_kernel
 
 TILE = 64
-MIN_TILES = 2
 _LOG2_E = math.log2(math.e)
 
 
@@ -67,7 +66,6 @@ def plan(
         seq_lens.shape[0],
         page_table.stride(0),
         TILE=TILE,
-        MIN_TILES=MIN_TILES,
         Q_LEN=workspace.q_len,
         NUM_PARTS=workspace.num_parts,
         PARTS_PAD=triton.next_power_of_2(workspace.num_parts),

@@ -29,7 +29,6 @@ def mla_plan_kernel(
     num_rows,
     page_table_stride,
     TILE: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     Q_LEN: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
@@ -40,8 +39,7 @@ def mla_plan_kernel(
     all_lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     all_tiles = tl.maximum((all_lens + TILE - 1) // TILE, 1)
     total = tl.sum(tl.where(rows < num_rows, all_tiles, 0), axis=0)
-    # A run shorter than MIN_TILES costs more in merging than it wins in parallel reading.
-    quota = tl.maximum((total + NUM_PARTS - 1) // NUM_PARTS, MIN_TILES)
+    quota = (total + NUM_PARTS - 1) // NUM_PARTS
     indptr = plan + NUM_PARTS * 8
     tl.store(indptr, 0)
     row_parts = indptr + num_rows + 1
@@ -103,6 +101,7 @@ def mla_merge_kernel(
     num = tl.load(indptr + num_rows + 1 + b * 2 + 1)
     if USE_PDL:
         gdc_wait()
+        gdc_launch_dependents()  # they wait for this kernel's end before they read its output
     if num > 1:
         slot = first + b
         d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -125,5 +124,3 @@ def mla_merge_kernel(
         inv = 1.0 / tl.where(norm > 0.0, norm, 1.0)  # no KV: the sum is zero anyway
         o = (b.to(tl.int64) * ROWS + r) * D + d
         tl.store(out + o, (acc * inv).to(out.dtype.element_ty))
-    if USE_PDL:
-        gdc_launch_dependents()

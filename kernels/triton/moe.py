@@ -6,7 +6,6 @@ Grids follow from shapes alone (unused items are empty), so a launch may be capt
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,21 +47,16 @@ class MoeTiles:
 def tiles_for(num_tokens: int, top_k: int, num_experts: int) -> MoeTiles:
     """Choose by the mean number of tokens an expert gets."""
     mean = num_tokens * top_k / num_experts
-    if num_tokens <= UNSORTED_TOKENS:
+    if num_tokens <= 2:
         # Few programs: half tiles, so that each multiprocessor has enough warps.
-        tile = GemmTile(nm=1, kc=2, stages=3, warps=2, slices=2)
-        return MoeTiles(tokens=16, first=tile, second=tile)
-    if mean <= 12:
-        tile = GemmTile(nm=1, kc=2, stages=3, warps=2)
+        tile = GemmTile(nm=1, kc=2, stages=4, warps=2, slices=2)
         return MoeTiles(tokens=16, first=tile, second=tile)
     if mean <= 48:
-        tile = GemmTile(nm=1, kc=2, stages=3, warps=2)
-        return MoeTiles(tokens=32, first=tile, second=tile)
-    return MoeTiles(
-        tokens=128,
-        first=GemmTile(nm=2, kc=1, stages=4),
-        second=GemmTile(nm=2, kc=1, stages=4),
-    )
+        first = GemmTile(nm=1, kc=2, stages=3, warps=2)
+        second = GemmTile(nm=1, kc=2, stages=2, warps=2)
+        return MoeTiles(tokens=16 if mean <= 12 else 32, first=first, second=second)
+    tile = GemmTile(nm=2, kc=1, stages=3, warps=4)
+    return MoeTiles(tokens=128, first=tile, second=tile)
 
 
 def _pdl(enabled: bool) -> dict[str, Any]:
@@ -101,18 +95,13 @@ def route(
     return ids, weights
 
 
-@functools.cache
-def _unsorted_items(num_pairs: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions 0..num_pairs - 1 and as many ones; constant, shared by every layer."""
-    positions = torch.arange(num_pairs, dtype=torch.int32, device=device)
-    return positions, torch.ones_like(positions)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Items:
-    """Work items: pairs in order of expert, and per item its expert, first position, length."""
+    """Work items: pairs in order of expert, and per item its expert, first position, length.
+    Unsorted: item i is pair i, and only `expert` is read."""
 
     num: int
+    unsorted: bool
     pairs: torch.Tensor
     expert: torch.Tensor
     begin: torch.Tensor
@@ -122,10 +111,8 @@ class _Items:
 def _make_items(ids: torch.Tensor, num_experts: int, tokens: int, pdl: bool) -> _Items:
     num_pairs = ids.numel()
     if ids.shape[0] <= UNSORTED_TOKENS:
-        positions, ones = _unsorted_items(num_pairs, ids.device)
-        return _Items(
-            num=num_pairs, pairs=positions, expert=ids.view(-1), begin=positions, count=ones
-        )
+        flat = ids.view(-1)
+        return _Items(num=num_pairs, unsorted=True, pairs=flat, expert=flat, begin=flat, count=flat)
     most = min(num_pairs, num_experts) + num_pairs // tokens
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     expert, begin, count = torch.empty(3, most, dtype=torch.int32, device=ids.device).unbind()
@@ -146,7 +133,9 @@ def _make_items(ids: torch.Tensor, num_experts: int, tokens: int, pdl: bool) -> 
         num_warps=4,
         **_pdl(pdl),
     )
-    return _Items(num=most, pairs=pairs, expert=expert, begin=begin, count=count)
+    return _Items(
+        num=most, unsorted=False, pairs=pairs, expert=expert, begin=begin, count=count
+    )
 
 
 def _gemm(
@@ -188,6 +177,7 @@ def _gemm(
         KC=kc,
         STAGES=tile.stages,
         FIRST=first,
+        UNSORTED=items.unsorted,
         INT4=weight.format == "mxint4",
         SCALE_MUL=scale.multiply,
         SCALE_ADD=scale.add,

@@ -161,6 +161,7 @@ def moe_w4_kernel(
     KC: tl.constexpr,
     STAGES: tl.constexpr,
     FIRST: tl.constexpr,
+    UNSORTED: tl.constexpr,
     INT4: tl.constexpr,
     SCALE_MUL: tl.constexpr,
     SCALE_ADD: tl.constexpr,
@@ -168,19 +169,25 @@ def moe_w4_kernel(
     USE_PDL: tl.constexpr,
 ):
     """Program (16 * SLICES * NM weight rows, item; SLICES 4, or 2 with NM 1). FIRST: x [T, K] gathered by token, out
-    [pairs, N / 2] = SwiGLU; else x [pairs, K] in sorted order, out [pairs, N] fp32 by pair."""
+    [pairs, N / 2] = SwiGLU; else x [pairs, K] in sorted order, out [pairs, N] fp32 by pair. UNSORTED:
+    item i is pair i alone, and the sort's tensors are not read."""
     pid_n = tl.program_id(0)
     item = tl.program_id(1)
     if USE_PDL:
         gdc_wait()
-    count = tl.load(item_count + item)
-    if count == 0:
-        return
-    expert = tl.load(item_expert + item)
-    begin = tl.load(item_begin + item)
     t = tl.arange(0, TOKENS)
-    live = t < count
-    pair = tl.load(pairs + begin + t, mask=live, other=0)
+    expert = tl.load(item_expert + item)
+    if UNSORTED:
+        begin = item
+        live = t < 1
+        pair = begin + t
+    else:
+        count = tl.load(item_count + item)
+        if count == 0:
+            return
+        begin = tl.load(item_begin + item)
+        live = t < count
+        pair = tl.load(pairs + begin + t, mask=live, other=0)
     KB: tl.constexpr = K // 64
     ROWS: tl.constexpr = 16 * SLICES * NM
     COLS: tl.constexpr = 64 * KC
