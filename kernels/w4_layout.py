@@ -191,9 +191,7 @@ def untile_w4(weight: TiledW4) -> torch.Tensor:
             if weight.format == "mxint4":
                 decoded = ((words >> (16 * half + 4 * index)) & 15).float() - 8.0
             else:
-                sign, e1, e0, m = (
-                    (words >> (16 * half + bit)) & 1 for bit in _FP4_BITS[index]
-                )
+                sign, e1, e0, m = ((words >> (16 * half + bit)) & 1 for bit in _FP4_BITS[index])
                 exponent = 2 * e1 + e0
                 magnitude = torch.where(
                     exponent > 0, torch.ldexp(1.0 + 0.5 * m, exponent - 1), 0.5 * m
