@@ -15,8 +15,9 @@ from collections import OrderedDict
 from sessions.session import Session
 from sessions.turn_log import Record, TurnLog
 
-# What a decoded record weighs beside its token ids, measured on tool-call transcripts.
-_ITEM_BYTES = 600
+# What a record takes beside ids and text: objects, ids, parameters (tracemalloc, CPython 3.11,
+# turns of a tool result, a message and a call).
+_RECORD_BYTES = 2_400
 
 
 class _Entry:
@@ -24,9 +25,8 @@ class _Entry:
         self.log_id = session.log_id
         self.log_len = session.log_len
         self.log = log
-        # The joined ids and the records' own copies of them.
-        num_items = sum(len(record.items) for record in log.records)
-        self.num_bytes = 2 * len(log.token_ids) + _ITEM_BYTES * num_items
+        # The joined ids, the records' own copies of them, and about as many bytes of text.
+        self.num_bytes = 3 * len(log.token_ids) + _RECORD_BYTES * len(log.records)
 
 
 class LogCache:

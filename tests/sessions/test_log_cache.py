@@ -64,19 +64,21 @@ def test_a_rolled_back_session_finds_nothing() -> None:
 
 
 def test_the_least_recently_used_history_goes_first() -> None:
-    cache = LogCache(100)  # a prelude of five tokens counts 40 bytes
+    weighed = LogCache(1 << 20)
+    weighed.put(*grown())
+    cache = LogCache(weighed.num_bytes * 5 // 2)
     logs = [grown() for _ in range(3)]
     for session, log in logs[:2]:
         cache.put(session, log)
     assert cache.get(logs[0][0]) is not None
     cache.put(*logs[2])
     assert [cache.get(session) is not None for session, _ in logs] == [True, False, True]
-    assert cache.num_bytes == 80
+    assert cache.num_bytes == 2 * weighed.num_bytes
 
 
 def test_a_history_larger_than_the_cache_is_not_kept() -> None:
-    cache = LogCache(39)
     session, log = grown()
+    cache = LogCache(4 * log.num_tokens)
     cache.put(session, log)
     assert cache.get(session) is None
     assert LogCache(0).get(replace(session, id="sess_other")) is None
