@@ -30,6 +30,9 @@ from engine.loop.requests import Request
 from engine.sampling.params import ALREADY_SET, RowSampling, SampleBatch
 
 MAX_STEPS_IN_FLIGHT = 2
+# Running ahead hides the loop's time (0.4 ms) behind a decode step of 5 ms. Behind a prefill chunk
+# of 100 ms it would hide nothing, and whoever comes meanwhile would wait for one chunk more.
+RUN_AHEAD_TOKENS = 64
 MAX_FAILED_STEPS_IN_A_ROW = 3
 HOUSEKEEPING_MS = 1000
 
@@ -78,7 +81,7 @@ class EngineLoop:
         self._grammars.serve(now_ms)
         while (result := self._executor.take()) is not None:
             self._commit(result)
-        while len(self._in_flight) < MAX_STEPS_IN_FLIGHT and self._dispatch_next():
+        while self._may_dispatch() and self._dispatch_next():
             pass
         if now_ms >= self._next_housekeeping_ms:
             self._next_housekeeping_ms = now_ms + HOUSEKEEPING_MS
@@ -99,6 +102,12 @@ class EngineLoop:
         for step in self._in_flight:
             step.sampling.mask_ready.set()
         self._in_flight.clear()
+
+    def _may_dispatch(self) -> bool:
+        if not self._in_flight:
+            return True
+        is_short = self._in_flight[-1].num_tokens <= RUN_AHEAD_TOKENS
+        return len(self._in_flight) < MAX_STEPS_IN_FLIGHT and is_short
 
     def _dispatch_next(self) -> bool:
         """Plan a step and hand it to the executor; False if there is nothing to run."""

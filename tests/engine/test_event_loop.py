@@ -327,6 +327,34 @@ def test_a_step_that_raises_fails_its_rows_and_the_next_ones_run(tmp_path: Path)
     serve(LiveEngine(str(tmp_path), runner), work)
 
 
+def test_many_clients_get_their_own_tokens(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        clients = [EngineClient(client._socket_path) for _ in range(12)]
+        for each in clients:
+            await each.start()
+        results = await asyncio.gather(
+            *(
+                run(each, make_request(f"c{i}-{j}", prompt_of(i * 5 + j, 5 + i), 10))
+                for i, each in enumerate(clients)
+                for j in range(3)
+            )
+        )
+        for place, result in enumerate(results):
+            i, j = divmod(place, 3)
+            want = expected_tokens(
+                hashed_script(VOCAB),
+                prompt_of(i * 5 + j, 5 + i),
+                10,
+                stop_ids=[EOS],
+                banned_ids=CONTROL,
+            )
+            assert result.ids == want
+        for each in clients:
+            await each.close()
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
 def test_two_requests_with_one_id_are_one_request(tmp_path: Path) -> None:
     runner = make_runner(step_s=0.002)
 
