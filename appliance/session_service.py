@@ -119,6 +119,7 @@ class SessionService:
             session = await store.get(session_id, tenant=tenant)
         except SessionNotFound:
             return
+        self._turns.cancel_waiting(session_id)
         if session.current_turn is not None:
             await self._turns.cancel(tenant, session_id, session.current_turn)
             session = await store.get(session_id, tenant=tenant)

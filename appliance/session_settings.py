@@ -57,7 +57,6 @@ def refuse_unsupported(body: SessionCreate | SessionUpdate | ItemsAppend) -> Non
             ("call_id", body.call_id, (None,)),
         ]
     else:
-        refused.append(("on_conflict", body.on_conflict, (None, "reject")))
         if body.cache is not None:
             refused.append(("cache.lease", body.cache.lease, (None,)))
         if body.context is not None:

@@ -17,7 +17,7 @@ from appliance.metrics import Metrics
 from appliance.turn_run import TERMINAL_EVENT, TurnRun
 from sessions.errors import SessionError, StoreUnavailable, VersionConflict
 from sessions.store import SessionStore
-from sessions.turn_log import Record
+from sessions.turn_log import PendingTurn, Record
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class TurnEnding:
         """Commit what the run made, or keep its failure; then send the terminal event."""
         record = turn_record.conclude(run, self._clock_ms())
         try:
-            await self._with_retries(lambda: self._store_record(run, record))
+            await self._with_retries(lambda: self._store_record(run.pending.session_id, record))
         except SessionError as error:
             logger.error("turn not stored: %s", error, extra={"turn_id": run.turn_id})
             await self.break_off(run, ApiError(error.code, f"the turn was not stored: {error}"))
@@ -50,15 +50,23 @@ class TurnEnding:
         run.error = run.error or error
         record = turn_record.broken_off(run, self._clock_ms())
         try:
-            await self._store_record(run, record)
+            await self._store_record(run.pending.session_id, record)
         except SessionError:
             # The next API process finds it there and takes it up.
             logger.warning("turn left pending in the store", extra={"turn_id": run.turn_id})
         self._tell(run, record)
 
-    async def _store_record(self, run: TurnRun, record: Record) -> None:
+    async def abandon(self, pending: PendingTurn, error: ApiError) -> None:
+        """Free the session of a turn that an earlier process left and that cannot go on."""
+        record = turn_record.abandoned(pending, error, self._clock_ms())
+        try:
+            await self._store_record(pending.session_id, record)
+        except SessionError as problem:
+            logger.error("turn not ended: %s", problem, extra={"turn_id": pending.id})
+
+    async def _store_record(self, session_id: str, record: Record) -> None:
         for _ in range(MAX_RACES):
-            session = await self._store.get(run.pending.session_id)
+            session = await self._store.get(session_id)
             if session.current_turn != record.id:
                 return  # an earlier try got through
             now_ms = self._clock_ms()

@@ -37,7 +37,13 @@ class Ask:
 
 
 def prepare_turn(
-    services: Services, session: Session, log: TurnLog, ask: Ask, now_ms: int
+    services: Services,
+    session: Session,
+    log: TurnLog,
+    ask: Ask,
+    now_ms: int,
+    *,
+    turn_id: str | None = None,
 ) -> PendingTurn:
     """Check and render a turn; nothing is written and the engine hears nothing.
 
@@ -64,7 +70,7 @@ def prepare_turn(
     )
     services.grammars.plan(question)
     return PendingTurn(
-        id=new_id("turn"),
+        id=turn_id or new_id("turn"),
         session_id=session.id,
         base_revision=session.revision,
         input_items=items,

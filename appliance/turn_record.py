@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import cache_report, turn_view
 from appliance.answer import KeptTokens
-from appliance.errors import error_object
+from appliance.errors import ApiError, error_object
 from engine import api
 from sessions.items import Item
 from sessions.token_codec import count
@@ -21,6 +21,7 @@ from sessions.turn_log import (
     COMPLETED,
     FAILED,
     INCOMPLETE,
+    PendingTurn,
     Record,
     TurnTimings,
     TurnUsage,
@@ -90,6 +91,22 @@ def broken_off(run: TurnRun, now_ms: int) -> Record:
     """Return the record of a turn that failed in a way that leaves no output to trust."""
     assert run.error is not None
     return _record(run, Outcome(FAILED), NOTHING, (), False, now_ms)
+
+
+def abandoned(pending: PendingTurn, error: ApiError, now_ms: int) -> Record:
+    """Return the record of a turn that could not even be taken up again."""
+    return Record(
+        id=pending.id,
+        revision=pending.base_revision,
+        input_items=pending.input_items,
+        status=FAILED,
+        error=error_object(error),
+        params=pending.params,
+        idempotency_key=pending.idempotency_key,
+        body_hash=pending.body_hash,
+        timings=TurnTimings(created_at_ms=pending.created_at_ms, finished_at_ms=now_ms),
+        committed=False,
+    )
 
 
 def _record(

@@ -16,15 +16,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from appliance import turn_view
-from appliance.errors import ApiError
+from appliance.errors import ApiError, as_api_error
 from appliance.grammars import GrammarQuestion
 from appliance.services import Services
 from appliance.turn_ending import MAX_RACES, TurnEnding
-from appliance.turn_events import TurnEvents
+from appliance.turn_events import TurnEvents, decode_frame
 from appliance.turn_preparation import Ask, build_run, prepare_turn
+from appliance.turn_queue import TurnQueue, WaitingTurn
 from appliance.turn_record import CANCEL, DEADLINE
 from appliance.turn_run import TERMINAL_EVENT, TurnRun
-from sessions.errors import SessionError, VersionConflict
+from sessions.errors import (
+    SessionError,
+    SessionNotFound,
+    TurnInProgress,
+    TurnNotFound,
+    VersionConflict,
+)
 from sessions.session import Session
 from sessions.turn_log import PendingTurn, Record
 from tools_schema.errors import ToolSchemaError
@@ -32,6 +39,7 @@ from tools_schema.errors import ToolSchemaError
 logger = logging.getLogger(__name__)
 
 CANCEL_WAIT_S = 30.0
+BEGIN_POLL_S = 0.01
 
 
 @dataclass(slots=True)
@@ -48,6 +56,7 @@ class TurnService:
         self._metrics = services.metrics
         self._ending = TurnEnding(services.store, services.metrics, services.clock_ms)
         self._active: dict[str, _Active] = {}
+        self._queue = TurnQueue(self._begin_waiting, self._wait_idle)
         self._chores: set[asyncio.Task[None]] = set()
         self.is_draining = False
         services.client.on_restart(lambda hello: self._on_engine_restart())
@@ -70,6 +79,10 @@ class TurnService:
                 return await self._start_once(ask)
             except VersionConflict:
                 continue
+            except TurnInProgress as busy:
+                turn_id = await self._find_by_key(ask) or await self._resolve_conflict(ask, busy)
+                if turn_id is not None:
+                    return turn_id
             except SessionError:
                 # The race may have been lost to the very same request.
                 turn_id = await self._find_by_key(ask)
@@ -78,42 +91,94 @@ class TurnService:
                 return turn_id
         raise ApiError("version_conflict", "the session changes too fast; try again")
 
-    async def _start_once(self, ask: Ask) -> str:
+    async def _start_once(self, ask: Ask, waiting: WaitingTurn | None = None) -> str:
+        """Begin a turn now. One that has waited keeps its id and its events."""
         session = await self._services.store.get(ask.session_id, tenant=ask.tenant)
-        known = await self._find_by_key(ask)
+        # A turn that waited holds its key itself.
+        known = await self._find_by_key(ask) if waiting is None else None
         if known is not None:
             return known
         now_ms = self._services.clock_ms()
         session.check_ready(now_ms, expect_revision=ask.body.expect_revision)
+        if waiting is None and self._queue.has(session.id):
+            raise TurnInProgress(session.current_turn or "")
         session = await self._services.adopt_model(session)
         log = await self._services.store.read_log(session)
-        pending = prepare_turn(self._services, session, log, ask, now_ms)
+        turn_id = waiting.turn_id if waiting is not None else None
+        pending = prepare_turn(self._services, session, log, ask, now_ms, turn_id=turn_id)
         claimed = session.begin_turn(pending, now_ms, expect_revision=ask.body.expect_revision)
+        journals = self._services.journals
+        events = waiting.events if waiting is not None else journals.create(session.id, pending.id)
         claim = await self._services.store.begin_turn(claimed, pending)
-        if claim.created:
-            events = self._services.journals.create(session.id, pending.id)
+        if not claim.created:
+            journals.drop(pending.id)
+            return claim.turn_id
+        if waiting is None:
             events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
-            self._launch(
-                build_run(self._services, claim.session, log, pending, events), ask.received_s
-            )
+        run = build_run(self._services, claim.session, log, pending, events)
+        self._launch(run, ask.received_s)
         return claim.turn_id
+
+    async def _resolve_conflict(self, ask: Ask, busy: TurnInProgress) -> str | None:
+        """Do as the session says while another turn runs: refuse, wait in line, or stop it.
+
+        Returns the id of a turn that waits now, or None: try again. A request that could not run
+        is refused before it stops another or waits.
+        """
+        services = self._services
+        session = await services.store.get(ask.session_id, tenant=ask.tenant)
+        policy = session.settings.on_conflict
+        if policy == "reject":
+            raise busy
+        log = await services.store.read_log(session)
+        now_ms = services.clock_ms()
+        pending = prepare_turn(services, session, log, ask, now_ms)
+        if policy == "queue":
+            events = services.journals.create(session.id, pending.id)
+            self._queue.add(WaitingTurn(ask, pending, events))
+            return pending.id
+        if session.current_turn is not None:
+            await self.cancel(ask.tenant, session.id, session.current_turn)
+        return None
+
+    async def _begin_waiting(self, waiting: WaitingTurn) -> None:
+        for _ in range(MAX_RACES):
+            try:
+                await self._start_once(waiting.ask, waiting)
+                return
+            except VersionConflict:
+                continue
+            except TurnInProgress:
+                await self._wait_idle(waiting.ask.session_id)
+        raise ApiError("version_conflict", "the session changes too fast; try again")
+
+    async def _wait_idle(self, session_id: str) -> None:
+        """Wait until this process runs no turn of the session."""
+        for active in list(self._active.values()):
+            if active.run.pending.session_id == session_id and active.task is not None:
+                await asyncio.wait({active.task})
 
     async def _find_by_key(self, ask: Ask) -> str | None:
         if ask.idempotency_key is None:
             return None
-        match = await self._services.store.find_key(
-            ask.session_id, ask.idempotency_key, ask.body_hash
-        )
-        if match is None:
-            return None
-        if not match.same_body:
+        waiting = self._queue.find_by_key(ask)
+        if waiting is not None:
+            turn_id, same_body = waiting.turn_id, waiting.ask.body_hash == ask.body_hash
+        else:
+            match = await self._services.store.find_key(
+                ask.session_id, ask.idempotency_key, ask.body_hash
+            )
+            if match is None:
+                return None
+            turn_id, same_body = match.turn_id, match.same_body
+        if not same_body:
             raise ApiError(
                 "idempotency_key_reused",
                 f"Idempotency-Key {ask.idempotency_key!r} was used with another body",
                 "Idempotency-Key",
-                {"turn_id": match.turn_id},
+                {"turn_id": turn_id},
             )
-        return match.turn_id
+        return turn_id
 
     # Running ------------------------------------------------------------------------------
 
@@ -179,7 +244,17 @@ class TurnService:
     async def get(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
         """Return a turn as the API shows it. Raises TurnNotFound, SessionNotFound."""
         session = await self._services.store.get(session_id, tenant=tenant)
-        turn = await self._services.store.read_turn(session, turn_id)
+        waiting = self._queue.find(session_id, turn_id)
+        if waiting is not None:
+            return waiting.wire()
+        try:
+            turn = await self._services.store.read_turn(session, turn_id)
+        except TurnNotFound:
+            events = self._services.journals.find(session_id, turn_id)
+            if events is None or not events.has_terminal:
+                raise
+            # It ended while it waited for its begin: no store has heard of it.
+            return dict(decode_frame(events.frames[-1])["turn"])
         if isinstance(turn, PendingTurn):
             return turn_view.pending_wire(turn)
         return turn_view.turn_wire(session_id, turn)
@@ -195,7 +270,8 @@ class TurnService:
         """Return a turn's events. Raises ApiError events_expired where they are gone."""
         session = await self._services.store.get(session_id, tenant=tenant)
         events = self._services.journals.find(session_id, turn_id)
-        if events is not None and not events.has_terminal and turn_id not in self._active:
+        is_live = turn_id in self._active or self._queue.find(session_id, turn_id) is not None
+        if events is not None and not events.has_terminal and not is_live:
             events = await self._with_terminal(session, events)
         if events is not None:
             return events
@@ -219,6 +295,10 @@ class TurnService:
     async def cancel(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
         """Stop a turn and return it as it ended; a turn that has ended stays as it is."""
         await self._services.store.get(session_id, tenant=tenant)
+        while (waiting := self._queue.find(session_id, turn_id)) is not None:
+            if not waiting.is_beginning:
+                return self._queue.cancel(waiting)
+            await asyncio.sleep(BEGIN_POLL_S)
         active = self._active.get(turn_id)
         if active is not None and active.run.pending.session_id == session_id:
             await active.run.request_stop(CANCEL)
@@ -227,6 +307,10 @@ class TurnService:
             except TimeoutError:
                 logger.warning("cancel goes on in the background", extra={"turn_id": turn_id})
         return await self.get(tenant, session_id, turn_id)
+
+    def cancel_waiting(self, session_id: str) -> None:
+        """Cancel every turn that waits in a session."""
+        self._queue.cancel_all(session_id)
 
     def cancel_when_unread(self, turn_id: str) -> None:
         """Cancel this turn as soon as its last reader is gone."""
@@ -245,9 +329,12 @@ class TurnService:
                 continue
             try:
                 await self._take_up(pending)
+            except SessionNotFound:
+                continue
             except (SessionError, ToolSchemaError) as error:
                 # One turn that cannot go on must not keep the others, or the process, down.
                 logger.error("turn not taken up: %s", error, extra={"turn_id": pending.id})
+                await self._ending.abandon(pending, as_api_error(error))
         return len(pending_turns)
 
     async def _take_up(self, pending: PendingTurn) -> None:
@@ -265,6 +352,7 @@ class TurnService:
     async def drain(self, timeout_s: float) -> None:
         """Let running turns finish; those that do not are left for the next API process."""
         self.is_draining = True
+        await self._queue.close(ApiError("draining", "the appliance is stopping"))
         tasks = [active.task for active in self._active.values() if active.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=timeout_s)

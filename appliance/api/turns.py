@@ -119,6 +119,8 @@ async def _stream(
             raise
         # An old Idempotency-Key: its turn is told by the one event that says it all.
         turn = await context.turns.get(caller, session_id, turn_id)
+        if turn["status"] not in TERMINAL_EVENT:
+            raise
         frame = terminal_frame(TERMINAL_EVENT[turn["status"]], turn, terminal_fields(turn))
         return event_stream(_once(frame), context.services.config.server.heartbeat_s)
     return _event_stream(context, events, after)

@@ -89,7 +89,7 @@ CREATE_CASES: list[tuple[str, Json, int, str, str | None]] = [
     ("parent", {"model": "default", "parent_session_id": "sess_x"}, 404, "session_not_found",
      None),
     ("metadata", {"model": "default", "metadata": {"n": 1}}, 400, "invalid_type", "metadata.n"),
-    ("not yet", {"model": "default", "on_conflict": "queue"}, 400, "unsupported_parameter",
+    ("conflict policy", {"model": "default", "on_conflict": "wait"}, 400, "invalid_value",
      "on_conflict"),
     ("not yet", {"model": "default", "context": {"on_overflow": "compact"}}, 400,
      "unsupported_parameter", "context.on_overflow"),
