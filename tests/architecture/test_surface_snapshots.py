@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Surfaces that users build on: a change here is a decision, so it shows in a diff of this file."""
+
+from __future__ import annotations
+
+import json
+
+from click.testing import CliRunner
+
+from appliance.cli import main as cli
+
+MAX_FIELDS = 60
+
+FIELDS = """
+server.host
+server.port
+server.api_keys
+server.cors_origins
+server.state_dir
+server.run_dir
+server.heartbeat_s
+server.replay_minutes
+server.max_body_mb
+server.drain_s
+server.max_restarts
+server.model_name
+server.model_aliases
+server.alias_all
+server.log_level
+sessions.store
+sessions.sqlite_path
+sessions.sqlite_max_bytes
+sessions.redis_url
+sessions.redis_key_prefix
+sessions.store_timeout_ms
+sessions.log_cache_bytes
+sessions.expires_after_ms
+sessions.expired_retention_ms
+sessions.idempotency_retention_ms
+sessions.max_sessions_per_tenant
+sessions.max_tokens_per_tenant
+engine.model
+engine.load_format
+engine.dtype
+engine.weights
+engine.num_threads
+engine.page_size
+engine.kv_pool_tokens
+engine.max_slots
+engine.token_budget
+engine.max_context_len
+engine.eager
+engine.deterministic
+engine.run_dir
+engine.drain_s
+engine.grammar.compile_threads
+engine.grammar.budget_ms
+engine.grammar.cache_bytes
+engine.scheduler.max_waiting
+engine.scheduler.keep_outputs_s
+engine.scheduler.keep_outputs_bytes
+""".split()
+
+
+def leaves(node: dict[str, object], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for name, value in node.items():
+        path = f"{prefix}{name}"
+        nested = isinstance(value, dict) and value
+        found += leaves(value, f"{path}.") if nested else [path]  # type: ignore[arg-type]
+    return found
+
+
+def test_configuration_fields_are_the_agreed_ones_and_few() -> None:
+    result = CliRunner().invoke(cli, ["config", "show"])
+    assert result.exit_code == 0
+    fields = leaves(json.loads(result.output))
+    assert fields == FIELDS
+    assert len(fields) <= MAX_FIELDS
