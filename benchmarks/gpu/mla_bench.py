@@ -19,9 +19,12 @@ LATENT, ROPE, PAGE = 512, 64, 64
 HBM_TB_S, MMA_TFLOP_S = 4.54, 769.0
 KERNELS = {"gluon_hopper": mla.decode_hopper, "triton": mla.decode_portable}
 # (batch, context, heads, query tokens)
-SHAPES = [
-    (bs, ctx, 16, q) for q in (1, 4) for ctx in (8192, 65536) for bs in (1, 4, 16, 64)
-] + [(4, 65536, 16, 8), (1, 65536, 128, 1), (16, 65536, 128, 1), (4, 65536, 128, 4)]
+SHAPES = [(bs, ctx, 16, q) for q in (1, 4) for ctx in (8192, 65536) for bs in (1, 4, 16, 64)] + [
+    (4, 65536, 16, 8),
+    (1, 65536, 128, 1),
+    (16, 65536, 128, 1),
+    (4, 65536, 128, 4),
+]
 
 
 def _inputs(lens: list[int], heads: int, q_len: int, copies: int, layers: int = 1) -> Any:
@@ -39,9 +42,7 @@ def _inputs(lens: list[int], heads: int, q_len: int, copies: int, layers: int = 
     seq_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
     shape = (len(lens) * q_len, heads, LATENT + ROPE)
     q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    workspace = make_mla_workspace(
-        max_rows=len(lens), num_heads=heads, q_len=q_len, device="cuda"
-    )
+    workspace = make_mla_workspace(max_rows=len(lens), num_heads=heads, q_len=q_len, device="cuda")
     mla.plan(workspace, seq_lens, tables[0], slots)
     return pool[:, layers - 1], tables, slots, seq_lens, q, workspace
 

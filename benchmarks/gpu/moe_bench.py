@@ -84,14 +84,26 @@ def bench(
 
     def gemm1(c: int) -> None:
         moe._gemm(
-            xs[c], weights_by_copy[c][0], items[c], routed[c][1], h, tile=tiles.first, first=True,
+            xs[c],
+            weights_by_copy[c][0],
+            items[c],
+            routed[c][1],
+            h,
+            tile=tiles.first,
+            first=True,
             **common,
         )
 
     def gemm2(c: int) -> None:
         moe._gemm(
-            h, weights_by_copy[c][1], items[c], routed[c][1], parts, tile=tiles.second,
-            first=False, **common,
+            h,
+            weights_by_copy[c][1],
+            items[c],
+            routed[c][1],
+            parts,
+            tile=tiles.second,
+            first=False,
+            **common,
         )
 
     def front(c: int) -> None:

@@ -32,8 +32,18 @@ def _next_row(plan, b, remaining, NUM_PARTS: gl.constexpr):
 
 @gluon.jit
 def _load_tile(
-    kv_lo_desc, kv_rope_desc, kv_lo, kv_hi, kv_rope, kv_full, kv_empty, kv_row, step,
-    D: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    kv_lo_desc,
+    kv_rope_desc,
+    kv_lo,
+    kv_hi,
+    kv_rope,
+    kv_full,
+    kv_empty,
+    kv_row,
+    step,
+    D: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Wait until the stage of tile `step` is free and fill it from row `kv_row` on."""
     stage = step % STAGES
@@ -95,8 +105,18 @@ def _produce(
         ahead = gl.minimum(gl.minimum(stop, tile + STAGES), settled)
         for j in range(tile, ahead):
             _load_tile(
-                kv_lo_desc, kv_rope_desc, kv_lo, kv_hi, kv_rope, kv_full, kv_empty,
-                page * page_rows, step, D, TILE, STAGES,
+                kv_lo_desc,
+                kv_rope_desc,
+                kv_lo,
+                kv_hi,
+                kv_rope,
+                kv_full,
+                kv_empty,
+                page * page_rows,
+                step,
+                D,
+                TILE,
+                STAGES,
             )
             page = gl.load(pages + gl.minimum(j + 1, stop - 1))
             step += 1
@@ -112,8 +132,18 @@ def _produce(
         tma.async_copy_global_to_shared(q_lo_desc, [q_row, D // 2], q_full, q_hi)
         for j in range(first, stop):
             _load_tile(
-                kv_lo_desc, kv_rope_desc, kv_lo, kv_hi, kv_rope, kv_full, kv_empty,
-                page * page_rows, step, D, TILE, STAGES,
+                kv_lo_desc,
+                kv_rope_desc,
+                kv_lo,
+                kv_hi,
+                kv_rope,
+                kv_full,
+                kv_empty,
+                page * page_rows,
+                step,
+                D,
+                TILE,
+                STAGES,
             )
             page = gl.load(pages + gl.minimum(j + 1, stop - 1))
             step += 1
@@ -129,7 +159,9 @@ def _produce(
 
 
 @gluon.jit
-def _issue_scores(q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step, STAGES: gl.constexpr):
+def _issue_scores(
+    q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step, STAGES: gl.constexpr
+):
     """Wait for the stage of tile `step` and start S = Q K^T of it."""
     stage = step % STAGES
     mbarrier.wait(kv_full.index(stage), (step // STAGES) & 1)
@@ -143,8 +175,20 @@ def _issue_scores(q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step
 
 @gluon.jit
 def _hand_over(
-    s, m_i, l_i, limit, first_limit, begin, cols, scale_log2, p_tile, factor, p_full, p_empty,
-    event, TILE: gl.constexpr,
+    s,
+    m_i,
+    l_i,
+    limit,
+    first_limit,
+    begin,
+    cols,
+    scale_log2,
+    p_tile,
+    factor,
+    p_full,
+    p_empty,
+    event,
+    TILE: gl.constexpr,
 ):
     """Online softmax of one tile; P and the shrink factor go to the output warpgroups."""
     if begin + TILE > first_limit:
@@ -223,8 +267,20 @@ def _score(
             )
             s = hopper.warpgroup_mma_wait(0, deps=[pending])
             m_i, l_i = _hand_over(
-                s, m_i, l_i, limit, first_limit, j * TILE, cols, scale_log2, p_tile, factor,
-                p_full, p_empty, event, TILE,
+                s,
+                m_i,
+                l_i,
+                limit,
+                first_limit,
+                j * TILE,
+                cols,
+                scale_log2,
+                p_tile,
+                factor,
+                p_full,
+                p_empty,
+                event,
+                TILE,
             )
             step += 1
             event += 1
@@ -373,28 +429,115 @@ def mla_decode_hopper_kernel(
         [
             (
                 _score,
-                (q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, p_tile, factor, q_full, q_empty,
-                 kv_full, p_full, p_empty, seq_lens, plan, partial_lse, scale_log2, m_block, part,
-                 H, Q_LEN, NUM_PARTS, ROWS_PAD, TILE, STAGES, USE_PDL),
+                (
+                    q_lo,
+                    q_hi,
+                    q_rope,
+                    kv_lo,
+                    kv_hi,
+                    kv_rope,
+                    p_tile,
+                    factor,
+                    q_full,
+                    q_empty,
+                    kv_full,
+                    p_full,
+                    p_empty,
+                    seq_lens,
+                    plan,
+                    partial_lse,
+                    scale_log2,
+                    m_block,
+                    part,
+                    H,
+                    Q_LEN,
+                    NUM_PARTS,
+                    ROWS_PAD,
+                    TILE,
+                    STAGES,
+                    USE_PDL,
+                ),
             ),
             (
                 _accumulate,
-                (kv_lo, p_tile, factor, kv_full, kv_empty, p_full, p_empty, plan, out,
-                 partial_out, m_block, part, H * Q_LEN, D, NUM_PARTS, ROWS_PAD, STAGES, 0,
-                 USE_PDL),
+                (
+                    kv_lo,
+                    p_tile,
+                    factor,
+                    kv_full,
+                    kv_empty,
+                    p_full,
+                    p_empty,
+                    plan,
+                    out,
+                    partial_out,
+                    m_block,
+                    part,
+                    H * Q_LEN,
+                    D,
+                    NUM_PARTS,
+                    ROWS_PAD,
+                    STAGES,
+                    0,
+                    USE_PDL,
+                ),
             ),
             (
                 _accumulate,
-                (kv_hi, p_tile, factor, kv_full, kv_empty, p_full, p_empty, plan, out,
-                 partial_out, m_block, part, H * Q_LEN, D, NUM_PARTS, ROWS_PAD, STAGES, 1,
-                 USE_PDL),
+                (
+                    kv_hi,
+                    p_tile,
+                    factor,
+                    kv_full,
+                    kv_empty,
+                    p_full,
+                    p_empty,
+                    plan,
+                    out,
+                    partial_out,
+                    m_block,
+                    part,
+                    H * Q_LEN,
+                    D,
+                    NUM_PARTS,
+                    ROWS_PAD,
+                    STAGES,
+                    1,
+                    USE_PDL,
+                ),
             ),
             (
                 _produce,
-                (q_lo_desc, q_rope_desc, kv_lo_desc, kv_rope_desc, q_lo, q_hi, q_rope, kv_lo,
-                 kv_hi, kv_rope, q_full, q_empty, kv_full, kv_empty, page_table, row_slots,
-                 plan, page_table_stride, page_rows, m_block, part, H, Q_LEN, D,
-                 NUM_PARTS, TILE, STAGES, USE_PDL),
+                (
+                    q_lo_desc,
+                    q_rope_desc,
+                    kv_lo_desc,
+                    kv_rope_desc,
+                    q_lo,
+                    q_hi,
+                    q_rope,
+                    kv_lo,
+                    kv_hi,
+                    kv_rope,
+                    q_full,
+                    q_empty,
+                    kv_full,
+                    kv_empty,
+                    page_table,
+                    row_slots,
+                    plan,
+                    page_table_stride,
+                    page_rows,
+                    m_block,
+                    part,
+                    H,
+                    Q_LEN,
+                    D,
+                    NUM_PARTS,
+                    TILE,
+                    STAGES,
+                    USE_PDL,
+                ),
             ),
         ],
         [4, 4, 1],

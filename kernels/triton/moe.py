@@ -133,9 +133,7 @@ def _make_items(ids: torch.Tensor, num_experts: int, tokens: int, pdl: bool) -> 
         num_warps=4,
         **_pdl(pdl),
     )
-    return _Items(
-        num=most, unsorted=False, pairs=pairs, expert=expert, begin=begin, count=count
-    )
+    return _Items(num=most, unsorted=False, pairs=pairs, expert=expert, begin=begin, count=count)
 
 
 def _gemm(
@@ -206,7 +204,12 @@ def moe_w4(
 ) -> torch.Tensor:
     """Sort, GEMM + SwiGLU, GEMM * router weight, sum; four launches (three up to 4 tokens)."""
     return run_moe_w4(
-        x, ids, weights, gate_up, down, shared,
+        x,
+        ids,
+        weights,
+        gate_up,
+        down,
+        shared,
         tiles_for(x.shape[0], ids.shape[1], gate_up.num_experts),
     )
 

@@ -126,7 +126,7 @@ def moe_align_kernel(
             rank = tl.cumsum(mine.to(tl.int32), axis=0) - 1
             tl.store(pairs + running + rank, p, mask=mine)
             running += tl.sum(mine.to(tl.int32), axis=0)
-        for j in range(0, (count + TOKENS - 1) // TOKENS):
+        for j in range((count + TOKENS - 1) // TOKENS):
             tl.store(item_expert + item0 + j, expert)
             tl.store(item_begin + item0 + j, begin + j * TOKENS)
             tl.store(item_count + item0 + j, tl.minimum(count - j * TOKENS, TOKENS))

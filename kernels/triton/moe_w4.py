@@ -99,7 +99,11 @@ def _pair(word, scale, HIGH: tl.constexpr, INT4: tl.constexpr, PORTABLE: tl.cons
 
 @triton.jit
 def _expand(
-    codes, scale, ROWS: tl.constexpr, COLS: tl.constexpr, INT4: tl.constexpr,
+    codes,
+    scale,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INT4: tl.constexpr,
     PORTABLE: tl.constexpr,
 ):
     """u32 [kc, nm, 4, 8, 4, 4] each -> [ROWS, COLS], bf16 (fp32 in the portable form). A scale word

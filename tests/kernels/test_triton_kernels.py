@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels without a GPU: run by the interpreter in fp32, and compiled for sm_90.
+
+Each check runs in a child process: the interpreter is chosen when triton is imported, and no test process
+loads triton otherwise. Not in the interpreter: the Hopper MLA kernel (Gluon has none), bf16 and the
+inline PTX of the W4 kernel (the portable form of the same arithmetic runs instead). Those are
+compiled here and checked on a GPU (test_gpu_kernels.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CHECKS = {
+    "mla": [
+        "mla_one_row_split",
+        "mla_ragged_and_empty_rows",
+        "mla_folds_query_tokens",
+        "mla_more_rows_than_a_tile",
+        "mla_more_parts_than_tiles",
+    ],
+    "route": ["route_softmax", "route_grouped_sigmoid_with_bias", "route_grouped_softmax"],
+    "moe": ["moe_nvfp4_one_token", "moe_nvfp4_sorted_tokens", "moe_mxfp4", "moe_mxint4"],
+}
+SHARED_BYTES_OF_HOPPER = 227 * 1024
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+def _run(module: str, arguments: list[str], **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", module, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("family", sorted(CHECKS))
+def test_interpreted_kernels_agree_with_their_references(family: str) -> None:
+    out = _run("tests.kernels.triton_interpreted", CHECKS[family], TRITON_INTERPRET="1")
+    assert out.split("\n")[:-1] == [f"ok {name}" for name in CHECKS[family]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "instructions"),
+    [
+        ("mla_hopper", {"wgmma": True, "tma": True, "mma_sync": False}),
+        ("mla_portable", {"mma_sync": True}),
+        ("moe_gate_up", {"mma_sync": True, "bf16x2_scale": True}),
+    ],
+)
+def test_kernels_compile_for_hopper_with_the_units_they_are_written_for(
+    name: str, instructions: dict[str, bool]
+) -> None:
+    line = json.loads(_run("tests.kernels.triton_compiled", [name]))
+    assert {key: line[key] for key in instructions} == instructions
+    assert line["shared_bytes"] <= SHARED_BYTES_OF_HOPPER

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child process of test_triton_kernels.py: compiles kernels for sm_90 without a GPU.
+
+Prints one JSON line per kernel: shared memory in bytes, and whether wgmma, mma.sync and TMA are in the PTX.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from kernels._triton import gl
+
+TENSORS = {
+    "seq_lens": "*i32",
+    "plan": "*i32",
+    "page_table": "*i32",
+    "row_slots": "*i32",
+    "out": "*bf16",
+    "partial_out": "*fp32",
+    "partial_lse": "*fp32",
+    "x": "*bf16",
+    "codes": "*u32",
+    "scales": "*u32",
+    "globals_": "*fp32",
+    "pairs": "*i32",
+    "item_expert": "*i32",
+    "item_begin": "*i32",
+    "item_count": "*i32",
+    "pair_weights": "*fp32",
+    "q": "*bf16",
+    "kv": "*bf16",
+    "logits": "*fp32",
+    "bias": "*fp32",
+    "topk_ids": "*i32",
+    "topk_weights": "*fp32",
+}
+SCALARS = {"scale_log2": "fp32", "scale": "fp32", "page_stride": "i64"}
+
+
+def compile_one(kernel: Any, constants: dict[str, Any], *, warps: int, gluon: bool = False) -> Any:
+    """Compile for sm_90 with 16-byte aligned tensors; names give the types."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_desc"):
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+            columns = 64 if "rope" in name else 256
+            signature[name] = f"tensordesc<bf16[64, {columns}],{layout!r}>"
+        else:
+            signature[name] = TENSORS.get(name) or SCALARS.get(name, "i32")
+    attributes = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*")
+    }
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source_class = GluonASTSource if gluon else ASTSource
+    source = source_class(kernel, signature, constexprs=values, attrs=attributes)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+def mla_hopper() -> Any:
+    """Four query tokens of 16 heads: a full 64-row tile."""
+    from kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel
+
+    constants = dict(H=16, Q_LEN=4, D=512, NUM_PARTS=132, ROWS_PAD=64, TILE=64, STAGES=2)
+    constants["USE_PDL"] = True
+    return compile_one(mla_decode_hopper_kernel, constants, warps=4, gluon=True)
+
+
+def mla_portable() -> Any:
+    """One query token of 16 heads."""
+    from kernels.triton.mla_decode import mla_decode_kernel
+
+    constants = dict(H=16, Q_LEN=1, D=512, R=64, NUM_PARTS=132, ROWS_PAD=64, BLOCK_M=16)
+    constants |= dict(TILE=64, STAGES=2, USE_PDL=True)
+    return compile_one(mla_decode_kernel, constants, warps=4)
+
+
+def moe_gate_up() -> Any:
+    """The first GEMM of a V2-Lite layer."""
+    from kernels.triton.moe_w4 import moe_w4_kernel
+
+    constants = dict(K=2048, N=2816, TOP_K=6, TOKENS=16, NM=1, SLICES=4, KC=2, STAGES=3)
+    constants |= dict(FIRST=True, UNSORTED=False, INT4=False, SCALE_MUL=16, SCALE_ADD=0x6F006F00)
+    constants |= dict(PORTABLE=False, USE_PDL=True)
+    return compile_one(moe_w4_kernel, constants, warps=2)
+
+
+KERNELS = {"mla_hopper": mla_hopper, "mla_portable": mla_portable, "moe_gate_up": moe_gate_up}
+
+if __name__ == "__main__":
+    assert not torch.cuda.is_initialized()
+    for chosen in sys.argv[1:]:
+        compiled = KERNELS[chosen]()
+        ptx = compiled.asm["ptx"]
+        line = {
+            "kernel": chosen,
+            "shared_bytes": compiled.metadata.shared,
+            "wgmma": "wgmma.mma_async" in ptx,
+            "mma_sync": "mma.sync.aligned" in ptx,
+            "tma": "cp.async.bulk.tensor" in ptx,
+            "bf16x2_scale": "mul.bf16x2" in ptx,
+        }
+        print(json.dumps(line), flush=True)
