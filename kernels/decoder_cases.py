@@ -42,7 +42,8 @@ def random_stack(
     def matrix(num_rows: int, num_cols: int) -> ops.Weight:
         if weight_format == "bf16":
             values = torch.randn(num_rows, num_cols, generator=generator) / num_cols**0.5
-            return values.to(torch.bfloat16)
+            dense: torch.Tensor = values.to(torch.bfloat16)
+            return dense
         return random_blocks(num_rows, num_cols, weight_format, generator)
 
     def norm() -> torch.Tensor:

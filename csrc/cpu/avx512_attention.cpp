@@ -13,32 +13,36 @@ namespace moorage::cpu::avx512 {
 namespace {
 
 constexpr int kBlockTokens = 64;
+constexpr int kTokensAhead = 32;  // asked for ahead of use; 16 to 64 measured alike
 constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeads = kMaxAttendHeads;
 constexpr int kMaxGroup = 4;  // query heads per pass: 4 x 2 accumulators x unroll fit the registers
 
+// Pointers to the keys of a block, and behind them those of the next one (or repetitions of the
+// last key): what is asked for ahead of time.
 struct Block {
-  const uint16_t* keys[kBlockTokens];
+  const uint16_t* keys[2 * kBlockTokens];
   int count;
 };
 
-// Pointers to the keys of tokens [begin, min(begin + 64, end)); the rest repeats the last one.
-inline void gather(const KvLayer& kv, const AttendTask& task, int begin, Block& block) {
+// Writes 64 pointers for tokens [begin, min(begin + 64, end)); the rest repeats the last one.
+inline void gather(const KvLayer& kv, const AttendTask& task, int begin, const uint16_t** keys) {
   const int left = task.end - begin;
-  block.count = left < kBlockTokens ? left : kBlockTokens;
+  const int count = left < kBlockTokens ? left : kBlockTokens;
   const size_t stride = static_cast<size_t>(kv.num_kv_heads) * kv.head_dim;
   int page = begin / kv.page_size;
   int offset = begin % kv.page_size;
   const uint16_t* at = kv.base + static_cast<size_t>(task.pages[page]) * kv.page_stride +
                        static_cast<size_t>(offset) * stride;
-  for (int t = 0; t < block.count; ++t) {
-    block.keys[t] = at;
+  for (int t = 0; t < count; ++t) {
+    keys[t] = at;
     at += stride;
-    if (++offset == kv.page_size && t + 1 < block.count) {
+    if (++offset == kv.page_size && t + 1 < count) {
       offset = 0;
       at = kv.base + static_cast<size_t>(task.pages[++page]) * kv.page_stride;
     }
   }
-  for (int t = block.count; t < kBlockTokens; ++t) block.keys[t] = block.keys[block.count - 1];
+  for (int t = count; t < kBlockTokens; ++t) keys[t] = keys[count - 1];
 }
 
 // Returns, in lane t, the sum of v[t]'s lanes.
@@ -63,20 +67,19 @@ inline __m512 sum_lanes(const __m512 (&v)[16]) {
 
 // scores[j * 64 + t] = query head j . key t, for all 64 pointers of the block.
 template <int kGroup>
-inline void score(const Block& block, const Block& next, size_t head_offset, int head_dim,
-                  size_t value_offset, const uint16_t* query, float* scores) {
+inline void score(const Block& block, size_t head_offset, int head_dim,
+                  const uint16_t* query, float* scores) {
   for (int t0 = 0; t0 < block.count; t0 += 16) {
     __m512 dots[kGroup][16];
 #pragma GCC unroll 16
     for (int t = 0; t < 16; ++t) {
       const uint16_t* key = block.keys[t0 + t] + head_offset;
-      const uint16_t* ahead = next.keys[t0 + t] + head_offset;
+      const uint16_t* ahead = block.keys[t0 + t + kTokensAhead] + head_offset;
       __m512 sums[kGroup];
 #pragma GCC unroll 4
       for (int j = 0; j < kGroup; ++j) sums[j] = _mm512_setzero_ps();
       for (int d = 0; d < head_dim; d += 32) {
         _mm_prefetch(reinterpret_cast<const char*>(ahead + d), _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(ahead + value_offset + d), _MM_HINT_T0);
         const __m512bh k = (__m512bh)_mm512_loadu_si512(key + d);
 #pragma GCC unroll 4
         for (int j = 0; j < kGroup; ++j) {
@@ -126,19 +129,22 @@ inline float soften(float* scores, int count, float* maximum, float* total) {
 // out[j] = out[j] * factor[j] + sum of weights[j][t] * value t. A line of 32 values is kept as its
 // even and its odd elements (no shuffle per token); `untangle` restores the order at the end.
 template <int kGroup>
-inline void accumulate(const Block& block, size_t head_offset, int head_dim, size_t value_offset,
-                       const float* weights, const float* factor, float* out) {
+inline void accumulate(const Block& block, size_t head_offset, int head_dim,
+                       size_t value_offset, const float* weights, const float* factor,
+                       float* out) {
   const __m512i odd_mask = _mm512_set1_epi32(static_cast<int>(0xFFFF0000U));
   for (int d = 0; d < head_dim; d += 32) {
     __m512 even[kGroup], odd[kGroup];
 #pragma GCC unroll 4
     for (int j = 0; j < kGroup; ++j) {
       const __m512 scale = _mm512_set1_ps(factor[j]);
-      even[j] = _mm512_mul_ps(_mm512_load_ps(out + j * head_dim + d), scale);
-      odd[j] = _mm512_mul_ps(_mm512_load_ps(out + j * head_dim + d + 16), scale);
+      even[j] = _mm512_mul_ps(_mm512_loadu_ps(out + j * head_dim + d), scale);
+      odd[j] = _mm512_mul_ps(_mm512_loadu_ps(out + j * head_dim + d + 16), scale);
     }
     for (int t = 0; t < block.count; ++t) {
-      const __m512i v = _mm512_loadu_si512(block.keys[t] + head_offset + value_offset + d);
+      const size_t at = head_offset + value_offset + d;
+      _mm_prefetch(reinterpret_cast<const char*>(block.keys[t + kTokensAhead] + at), _MM_HINT_T0);
+      const __m512i v = _mm512_loadu_si512(block.keys[t] + at);
       const __m512 v_even = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
       const __m512 v_odd = _mm512_castsi512_ps(_mm512_and_si512(v, odd_mask));
 #pragma GCC unroll 4
@@ -150,81 +156,105 @@ inline void accumulate(const Block& block, size_t head_offset, int head_dim, siz
     }
 #pragma GCC unroll 4
     for (int j = 0; j < kGroup; ++j) {
-      _mm512_store_ps(out + j * head_dim + d, even[j]);
-      _mm512_store_ps(out + j * head_dim + d + 16, odd[j]);
+      _mm512_storeu_ps(out + j * head_dim + d, even[j]);
+      _mm512_storeu_ps(out + j * head_dim + d + 16, odd[j]);
     }
   }
 }
 
-inline void untangle(const float* tangled, float* out, int head_dim) {
+inline void untangle(float* out, int head_dim) {
   const __m512i low = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const __m512i high =
       _mm512_set_epi32(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8);
   for (int d = 0; d < head_dim; d += 32) {
-    const __m512 even = _mm512_load_ps(tangled + d);
-    const __m512 odd = _mm512_load_ps(tangled + d + 16);
+    const __m512 even = _mm512_loadu_ps(out + d);
+    const __m512 odd = _mm512_loadu_ps(out + d + 16);
     _mm512_storeu_ps(out + d, _mm512_permutex2var_ps(even, low, odd));
     _mm512_storeu_ps(out + d + 16, _mm512_permutex2var_ps(even, high, odd));
   }
 }
 
+// The query heads [first, first + kGroup) of one KV head.
 struct Heads {
-  int first;     // query head
+  int first;
   int kv_head;
 };
 
 template <int kGroup>
-void attend_heads(const KvLayer& kv, const AttendTask& task, Heads heads) {
+void score_heads(const KvLayer& kv, const AttendTask& task, Heads heads, const Block& now,
+                 float* scores, float* factors) {
   alignas(64) uint16_t query[kGroup * kMaxHeadDim];
-  alignas(64) float scores[kGroup * kBlockTokens];
-  alignas(64) float tangled[kGroup * kMaxHeadDim];
-  const int head_dim = kv.head_dim;
-  const size_t head_offset = static_cast<size_t>(heads.kv_head) * head_dim;
-  to_bf16(task.query + static_cast<size_t>(heads.first) * head_dim, query, kGroup * head_dim);
-  __builtin_memset(tangled, 0, sizeof(float) * kGroup * head_dim);
-  float maximum[kGroup], total[kGroup], factor[kGroup];
-  for (int j = 0; j < kGroup; ++j) {
-    maximum[j] = -__builtin_inff();
-    total[j] = 0.0F;
-  }
-  Block blocks[2];
-  gather(kv, task, task.begin, blocks[0]);
-  int turn = 0;
-  for (int begin = task.begin; begin < task.end; begin += kBlockTokens, turn ^= 1) {
-    Block& now = blocks[turn];
-    Block& next = blocks[turn ^ 1];
-    if (begin + kBlockTokens < task.end) {
-      gather(kv, task, begin + kBlockTokens, next);
-    } else {
-      next = now;
-    }
-    score<kGroup>(now, next, head_offset, head_dim, kv.value_offset, query, scores);
-    for (int j = 0; j < kGroup; ++j) {
-      factor[j] = soften(scores + j * kBlockTokens, now.count, &maximum[j], &total[j]);
-    }
-    accumulate<kGroup>(now, head_offset, head_dim, kv.value_offset, scores, factor, tangled);
-  }
+  const size_t head_offset = static_cast<size_t>(heads.kv_head) * kv.head_dim;
+  to_bf16(task.query + static_cast<size_t>(heads.first) * kv.head_dim, query,
+          kGroup * kv.head_dim);
+  float* own = scores + static_cast<size_t>(heads.first) * kBlockTokens;
+  score<kGroup>(now, head_offset, kv.head_dim, query, own);
   for (int j = 0; j < kGroup; ++j) {
     const int head = heads.first + j;
-    task.maximum[head] = maximum[j];
-    task.total[head] = total[j];
-    untangle(tangled + j * head_dim, task.out + static_cast<size_t>(head) * head_dim, head_dim);
+    factors[head] =
+        soften(own + j * kBlockTokens, now.count, &task.maximum[head], &task.total[head]);
   }
 }
 
+template <int kGroup>
+void accumulate_heads(const KvLayer& kv, const AttendTask& task, Heads heads, const Block& now,
+                      const float* scores, const float* factors) {
+  const size_t head_offset = static_cast<size_t>(heads.kv_head) * kv.head_dim;
+  accumulate<kGroup>(now, head_offset, kv.head_dim, kv.value_offset,
+                     scores + static_cast<size_t>(heads.first) * kBlockTokens,
+                     factors + heads.first,
+                     task.out + static_cast<size_t>(heads.first) * kv.head_dim);
+}
+
+#define MOORAGE_FOR_GROUP(left, call)  \
+  switch (left) {                      \
+    case 1: call<1> ARGS; break;       \
+    case 2: call<2> ARGS; break;       \
+    case 3: call<3> ARGS; break;       \
+    default: call<4> ARGS; break;      \
+  }
+
 }  // namespace
 
+// All heads go through one block of keys before the next one: K, then V, are read front to back.
 void attend(const KvLayer& kv, const AttendTask& task) {
-  for (int kv_head = 0; kv_head < kv.num_kv_heads; ++kv_head) {
-    for (int done = 0; done < task.group; done += kMaxGroup) {
-      const Heads heads{kv_head * task.group + done, kv_head};
-      switch (task.group - done) {
-        case 1: attend_heads<1>(kv, task, heads); break;
-        case 2: attend_heads<2>(kv, task, heads); break;
-        case 3: attend_heads<3>(kv, task, heads); break;
-        default: attend_heads<4>(kv, task, heads); break;
-      }
+  alignas(64) float scores[kMaxHeads * kBlockTokens];
+  float factors[kMaxHeads];
+  const int num_heads = kv.num_kv_heads * task.group;
+  __builtin_memset(task.out, 0, sizeof(float) * static_cast<size_t>(num_heads) * kv.head_dim);
+  for (int head = 0; head < num_heads; ++head) {
+    task.maximum[head] = -__builtin_inff();
+    task.total[head] = 0.0F;
+  }
+  Block now;
+  gather(kv, task, task.begin, now.keys);
+  for (int begin = task.begin; begin < task.end; begin += kBlockTokens) {
+    const uint16_t** next = now.keys + kBlockTokens;
+    const int left_tokens = task.end - begin;
+    now.count = left_tokens < kBlockTokens ? left_tokens : kBlockTokens;
+    if (left_tokens > kBlockTokens) {
+      gather(kv, task, begin + kBlockTokens, next);
+    } else {
+      for (int t = 0; t < kBlockTokens; ++t) next[t] = now.keys[kBlockTokens - 1];
     }
+    for (int done = 0; done < num_heads;) {
+      const int left = task.group - done % task.group;
+      const Heads heads{done, done / task.group};
+#define ARGS (kv, task, heads, now, scores, factors)
+      MOORAGE_FOR_GROUP(left, score_heads)
+      done += left < kMaxGroup ? left : kMaxGroup;
+    }
+    for (int done = 0; done < num_heads;) {
+      const int left = task.group - done % task.group;
+      const Heads heads{done, done / task.group};
+      MOORAGE_FOR_GROUP(left, accumulate_heads)
+#undef ARGS
+      done += left < kMaxGroup ? left : kMaxGroup;
+    }
+    __builtin_memcpy(now.keys, next, sizeof(now.keys) / 2);
+  }
+  for (int head = 0; head < num_heads; ++head) {
+    untangle(task.out + static_cast<size_t>(head) * kv.head_dim, kv.head_dim);
   }
 }
 

@@ -40,6 +40,9 @@ struct KvLayer {
   size_t token_stride() const { return static_cast<size_t>(num_kv_heads) * head_dim; }
 };
 
+// Query heads that attend() takes: their scores of one block of keys lie on its stack.
+constexpr int kMaxAttendHeads = 128;
+
 // One query token against keys [begin, end): unnormalised partial softmax, base 2.
 struct AttendTask {
   const float* query = nullptr;  // [num_heads, D], already times scale * log2(e)

@@ -52,6 +52,7 @@ LlamaModel::LlamaModel(LlamaWeights weights) : weights_(std::move(weights)) {
          "layers: their number differs from num_layers");
   expect(c.num_kv_heads > 0 && c.num_heads % c.num_kv_heads == 0,
          "num_heads: not a multiple of num_kv_heads");
+  expect(c.num_heads <= kMaxAttendHeads, "num_heads: allowed: at most 128");
   expect(c.head_dim % 32 == 0 && c.head_dim <= 256, "head_dim: allowed: 32, 64, ... 256");
   expect(c.hidden % 32 == 0 && c.ffn % 32 == 0, "hidden, ffn: allowed: multiples of 32");
   expect(weights_.cos_sin.size() ==

@@ -178,6 +178,9 @@ void bind_attention(nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::devi
   if (call.kv.head_dim % 32 != 0 || call.kv.head_dim > 256) {
     throw std::invalid_argument("head_dim: allowed: 32, 64, ... 256");
   }
+  if (query.shape(1) > kMaxAttendHeads) {
+    throw std::invalid_argument("q: allowed: at most 128 heads");
+  }
   call.query = query.data();
   call.out = out.data();
   call.num_rows = length(row_slots);

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -135,10 +136,9 @@ def test_an_id_outside_the_vocabulary_is_refused_and_nothing_is_written(kernel: 
 )
 def test_an_index_outside_the_pool_is_refused_with_its_field(field: str, value: list[int]) -> None:
     rows, pool = step([(2, 2)])
+    change: dict[str, Any] = {field: int32(value)}
     with pytest.raises(KernelInputError, match=field):
-        ops.llama_forward(
-            STACK, int32([3, 4]), replace(rows, **{field: int32(value)}), pool, int32([0])
-        )
+        ops.llama_forward(STACK, int32([3, 4]), replace(rows, **change), pool, int32([0]))
 
 
 def test_a_page_of_nobody_in_the_table_is_refused() -> None:
