@@ -11,9 +11,12 @@ import importlib
 import os
 from typing import Any
 
-import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from triton.language.extra.cuda import (  # type: ignore[import-untyped]
+    gdc_launch_dependents,
+    gdc_wait,
+)
 
 # Gluon has no interpreter: under TRITON_INTERPRET its standard library does not even import.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"

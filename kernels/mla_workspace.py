@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device scratch of MLA decode: the split-KV plan and the partial results.
 
-Owns: sizes. Does not know: kernels. Allocated once at its largest size, so that CUDA graphs may hold its
-addresses; one plan serves every layer of a step.
+Owns: sizes. Does not know: kernels. Allocated once at its largest size, so that CUDA graphs may
+hold its addresses; one plan serves every layer of a step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ TILE_ROWS = 64
 class MlaWorkspace:
     """Scratch for up to `max_rows` rows of exactly `q_len` query tokens each.
 
-    `plan` int32 (layout: triton/mla_plan.py); `partial_out` fp32 [num_parts + max_rows, padded rows,
-    latent_dim]; `partial_lse` fp32 [num_parts + max_rows, padded rows]. Padded rows are
+    `plan` int32 (layout: triton/mla_plan.py); `partial_out` fp32 [num_parts + max_rows, padded
+    rows, latent_dim]; `partial_lse` fp32 [num_parts + max_rows, padded rows]. Padded rows are
     q_len * num_heads rounded up to a multiple of 64.
     """
 

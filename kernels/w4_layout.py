@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """4-bit weights in the order in which GPU threads consume them. Does not know: kernels, files.
 
-A matrix [N, K] (both multiples of 64) is cut into tiles of 64 rows x 64 columns. A tile holds
-4 warps x 32 lanes x 4 words; lane = 4 * g + c of warp w holds, in word i, the eight codes which the
-tensor core's A operand wants from that lane for rows w * 16 + {g, g + 8} and columns
-i * 16 + 4c + {0, 1, 2, 3} (the compiler orders the columns of both operands alike, four to a lane).
-Within a word the two columns of a pair share bit positions in the two 16-bit halves. fp4: the four
-pairs (g, 4c), (g + 8, 4c), (g, 4c + 2), (g + 8, 4c + 2) lie at bits (sign, e1, e0, m) = (15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0) and (14, 11, 10, 13), so that
-three of them need one shift and one mask to become bf16. int4: at nibbles 0..3, offset by 8.
+A matrix [N, K] (both multiples of 64) is cut into tiles of 64 rows x 64 columns. A tile holds 4
+warps x 32 lanes x 4 words; lane = 4 * g + c of warp w holds, in word i, the eight codes which the
+tensor core's A operand wants from that lane for rows w * 16 + {g, g + 8} and columns i * 16 + 4c
++ {0, 1, 2, 3} (the compiler orders the columns of both operands alike, four to a lane). Within a
+word the two columns of a pair share bit positions in the two 16-bit halves. fp4: the four pairs
+(g, 4c), (g + 8, 4c), (g, 4c + 2), (g + 8, 4c + 2) lie at bits (sign, e1, e0, m) = (15, 8, 7, 6),
+(12, 5, 4, 3), (9, 2, 1, 0) and (14, 11, 10, 13), so that three of them need one shift and one
+mask to become bf16. int4: at nibbles 0..3, offset by 8.
 
-Scales become one byte per 16 columns. A word holds those of rows g (low half) and g + 8 (high half)
-for two neighbouring groups of columns, the even one in the low bytes; a kernel forms the bf16
-factors as `byte << shift` plus a constant, both rows at once. fp8 scales are re-encoded as e5m3 without subnormals, e8m0 scales as
-exponents relative to the largest of the matrix. What that and the code's own exponent leave over goes
-into one fp32 factor per matrix. Every code times its scale is exact in bf16.
+Scales become one byte per 16 columns. A word holds those of rows g (low half) and g + 8 (high
+half) for two neighbouring groups of columns, the even one in the low bytes; a kernel forms the
+bf16 factors as `byte << shift` plus a constant, both rows at once. fp8 scales are re-encoded as
+e5m3 without subnormals, e8m0 scales as exponents relative to the largest of the matrix. What that
+and the code's own exponent leave over goes into one fp32 factor per matrix. Every code times its
+scale is exact in bf16.
 """
 
 from __future__ import annotations
@@ -179,7 +181,7 @@ def tile_w4_gate_up(gate: W4Weight, up: W4Weight) -> TiledW4:
 
 
 def untile_w4(weight: TiledW4) -> torch.Tensor:
-    """Return the fp32 matrices [E, N, K] (interleaved rows stay interleaved), decoded bit by bit."""
+    """Return the fp32 matrices [E, N, K], decoded bit by bit; interleaved rows stay so."""
     e, n, k = weight.num_experts, weight.num_rows, weight.num_cols
     words = weight.codes.view(e, n // 64, k // 64, 4, 8, 4, 4)
     values = torch.empty(
@@ -212,5 +214,5 @@ def untile_w4(weight: TiledW4) -> torch.Tensor:
         step = torch.ldexp(torch.ones_like(code, dtype=torch.float32), code - one)
         factors = weight.factors
     row_factor = factors[:, None, :].expand(e, n // 16, 2).repeat_interleave(8, dim=2).reshape(e, n)
-    scaled = matrix.unflatten(-1, (-1, 16)) * step[..., None]
+    scaled = matrix.reshape(e, n, -1, 16) * step[..., None]
     return scaled.flatten(-2) * row_factor[..., None]

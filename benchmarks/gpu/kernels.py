@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from benchmarks.gpu import mla_bench, moe_bench
 from benchmarks.gpu.timing import ceilings
+from kernels._triton import triton
 from kernels.triton.moe import GemmTile, MoeTiles
 
 
@@ -42,15 +42,11 @@ def _moe(sweep: bool) -> Iterator[dict[str, Any]]:
         yield moe_bench.bench(copies, num_tokens, None)
     if not sweep:
         return
-    firsts = [(1, 4, 3), (1, 4, 4), (1, 2, 4), (1, 2, 6), (2, 2, 3), (2, 2, 4), (2, 4, 3)]
-    seconds = [(1, 2, 4), (1, 2, 6), (1, 1, 4), (1, 1, 8), (2, 2, 3), (2, 2, 4), (2, 1, 6)]
+    shapes = [(1, 2, 3, 2, 4), (1, 2, 4, 2, 2), (1, 4, 3, 2, 4), (2, 1, 4, 2, 4), (1, 2, 3, 1, 2)]
     for num_tokens in (1, 16, 64):
-        for first, second in zip(firsts, seconds, strict=True):
-            tiles = MoeTiles(
-                tokens=16,
-                first=GemmTile(nm=first[0], kc=first[1], stages=first[2]),
-                second=GemmTile(nm=second[0], kc=second[1], stages=second[2]),
-            )
+        for nm, kc, stages, warps, slices in shapes:
+            tile = GemmTile(nm=nm, kc=kc, stages=stages, warps=warps, slices=slices)
+            tiles = MoeTiles(tokens=16, first=tile, second=tile)
             yield moe_bench.bench(copies, num_tokens, tiles)
 
 

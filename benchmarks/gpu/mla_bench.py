@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLA decode: check against the reference, then time beside its floor. Does not know: output files."""
+"""MLA decode: check against the reference, then time beside its floor.
+
+Does not know: output files.
+"""
 
 from __future__ import annotations
 

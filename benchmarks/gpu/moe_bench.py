@@ -6,7 +6,8 @@ Does not know: output files. Shape of DeepSeek-V2-Lite: 64 experts, top-6, hidde
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def check(fmt: str, token_counts: list[int]) -> Iterator[dict[str, Any]]:
 
 def floor_us(ids: torch.Tensor) -> float:
     """Bytes of the experts that these tokens touch over HBM."""
-    return ids.unique().numel() * BYTES_PER_EXPERT / HBM_TB_S / 1e6
+    return len(set(ids.flatten().tolist())) * BYTES_PER_EXPERT / HBM_TB_S / 1e6
 
 
 def bench(
@@ -111,9 +112,15 @@ def bench(
         moe._make_items(ids, EXPERTS, tiles.tokens, True)
 
     order = list(range(copies)) * 2
+    stages: dict[str, Callable[[int], object]] = {
+        "us": layer,
+        "gemm1": gemm1,
+        "gemm2": gemm2,
+        "front": front,
+    }
     timed = {
-        name: round(time_calls_us([lambda c=c, f=f: f(c) for c in order]), 2)
-        for name, f in (("us", layer), ("gemm1", gemm1), ("gemm2", gemm2), ("front", front))
+        name: round(time_calls_us([functools.partial(f, c) for c in order]), 2)
+        for name, f in stages.items()
     }
     return {
         "op": "moe_w4",

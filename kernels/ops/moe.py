@@ -71,8 +71,9 @@ def moe_w4(
         got = (down.num_rows, down.num_cols)
         raise KernelInputError("down", got, f"({hidden}, {gate_up.num_rows // 2})")
     if (down.format, down.num_experts) != (gate_up.format, gate_up.num_experts):
-        got = (down.format, down.num_experts)
-        raise KernelInputError("down", got, f"({gate_up.format}, {gate_up.num_experts})")
+        raise KernelInputError(
+            "down", (down.format, down.num_experts), f"({gate_up.format}, {gate_up.num_experts})"
+        )
     if shared is not None:
         expect_shape("shared", shared, (num_tokens, hidden))
     formats = (("x", format_of(x.dtype)), ("weight", gate_up.format))

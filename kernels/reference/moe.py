@@ -22,7 +22,7 @@ def moe_route(
     scores_TE = torch.sigmoid(x_TE) if routing.score == "sigmoid" else torch.softmax(x_TE, dim=-1)
     choice_TE = scores_TE if bias is None else scores_TE + bias.float()
     if routing.num_groups > 1:
-        grid = choice_TE.unflatten(-1, (routing.num_groups, -1))
+        grid = choice_TE.reshape(choice_TE.shape[0], routing.num_groups, -1)
         counted = 2 if routing.group_score == "top2" else 1
         group_scores = grid.topk(counted, dim=-1).values.sum(dim=-1)
         kept = torch.sort(group_scores, dim=-1, descending=True, stable=True).indices
@@ -55,7 +55,7 @@ def moe_w4(
         if token.numel() == 0:
             continue
         rows = x[token].float() @ gate_up_EIX[expert].T
-        gate, up = rows.unflatten(-1, (-1, 2, 8)).unbind(dim=-2)
+        gate, up = rows.reshape(rows.shape[0], -1, 2, 8).unbind(dim=-2)
         h = (torch.nn.functional.silu(gate) * up).flatten(-2).to(x.dtype).float()
         out_TX.index_add_(0, token, h @ down_EXI[expert].T * weights[token, choice, None])
     if shared is not None:

@@ -91,7 +91,7 @@ def quantize_w4(weight: torch.Tensor, fmt: str) -> W4Weight:
     group = GROUP_OF_FORMAT[fmt]
     if weight.shape[-1] % group:
         raise KernelInputError("weight.shape[-1]", weight.shape[-1], f"a multiple of {group}")
-    w = weight.float().unflatten(-1, (-1, group))
+    w = weight.float().reshape(*weight.shape[:-1], -1, group)
     amax = w.abs().amax(dim=-1)
     lead = weight.shape[:-2]
     ones = torch.ones(lead, dtype=torch.float32, device=weight.device)
@@ -134,4 +134,5 @@ def dequantize_w4(weight: W4Weight) -> torch.Tensor:
     else:
         step = decode_e8m0(weight.scales)
     group = GROUP_OF_FORMAT[weight.format]
-    return (values.unflatten(-1, (-1, group)) * step[..., None]).flatten(-2)
+    grouped = values.reshape(*values.shape[:-1], -1, group) * step[..., None]
+    return grouped.flatten(-2)

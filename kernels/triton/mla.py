@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches and registrations of the MLA decode kernels. Does not know: the kernels' insides.
 
-Everything a launch needs beside tensors (grid, constants) follows from shapes alone, so a launch may
-be captured in a CUDA graph.
+Everything a launch needs beside tensors (grid, constants) follows from shapes alone, so a launch
+may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def plan(
     row_slots: torch.Tensor,
 ) -> None:
     """One tiny program; see triton/mla_plan.py."""
+    rows_pad = triton.next_power_of_2(workspace.max_rows)
     mla_plan_kernel[(1,)](
         seq_lens,
         page_table,
@@ -69,8 +70,9 @@ def plan(
         Q_LEN=workspace.q_len,
         NUM_PARTS=workspace.num_parts,
         PARTS_PAD=triton.next_power_of_2(workspace.num_parts),
-        ROWS_PAD=triton.next_power_of_2(workspace.max_rows),
-        num_warps=4,
+        ROWS_PAD=rows_pad,
+        CHUNK=min(32, rows_pad),
+        num_warps=8,
     )
     workspace.plan_is_fresh = True
 
@@ -188,7 +190,8 @@ def decode_hopper(
     kv_rows = (num_pages - 1) * page_rows + TILE
     q_rows = q.shape[0] * q.shape[1]
     out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
-    # The kernel reads the plan before it waits for its predecessor: not right behind the plan's own.
+    # The kernel reads the plan before it waits for its predecessor, so not right behind the
+    # plan's own kernel.
     pdl = not workspace.plan_is_fresh
     workspace.plan_is_fresh = False
     mla_decode_hopper_kernel[(workspace.num_blocks, workspace.num_parts)](

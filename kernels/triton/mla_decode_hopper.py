@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hopper MLA decode: TMA producer warp, a score warpgroup, two output warpgroups; bf16 paged KV.
 
-Owns: one part's run of tiles (see mla_plan.py). Does not know: how the run was chosen.
-A 64-row tile holds the folded (query token, head) rows; a page is a tile of 64 KV tokens. The score
-warpgroup computes S = Q K^T and the online softmax and hands P (bf16) and the rescale factors over in
-shared memory; each output warpgroup accumulates half of the latent columns of P V. While they work on
-tile i, the score warpgroup is at tile i + 1. Two KV stages fill the shared memory that Q leaves.
-Measured (H200, 2026-11): letting both output warpgroups compute S for themselves instead costs 2.5 us a
-tile of tensor-core time against 2.1 us of HBM time, so S is computed once; starting the scores of tile
-i + 1 before the softmax of tile i doubles the time of a tile (the KV stage is held longer), and four
-stages of 32 tokens are 10-30 % slower than two of 64 (Q is read twice as often).
-Gluon has no interpreter: checked against the reference on the GPU, compiled for sm_90 without one.
+Owns: one part's run of tiles (see mla_plan.py). Does not know: how the run was chosen. A 64-row
+tile holds the folded (query token, head) rows; a page is a tile of 64 KV tokens. The score
+warpgroup computes S = Q K^T and the online softmax and hands P (bf16) and the rescale factors
+over in shared memory; each output warpgroup accumulates half of the latent columns of P V. While
+they work on tile i, the score warpgroup is at tile i + 1. Two KV stages fill the shared memory
+that Q leaves.
+Measured and not done (H200, 2026-11): each output warpgroup with its own S costs 2.5 us a tile of
+tensor-core time against 2.1 us of HBM time; starting the scores of tile i + 1 before the softmax
+of tile i doubles the time of a tile (the KV stage is held longer); four stages of 32 tokens are
+10-30 % slower than two of 64 (Q is read twice as often). Gluon has no interpreter: checked
+against the reference on the GPU, compiled for sm_90 without one.
 Source: sizes and the column split follow FlashMLA (DeepSeek, 2025).
 """
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split-KV work list and merge of partial results, shared by every MLA decode kernel.
 
-Owns: cutting the concatenated KV tiles of a batch into equal runs, one per part (a resident program),
-and folding the partial outputs of a row that several parts worked on. Does not know: how a part
-computes its tiles.
+Owns: cutting the concatenated KV tiles of a batch into equal runs, one per part (a resident
+program), and folding the partial outputs of a row that several parts worked on. Does not know:
+how a part computes its tiles.
 
 Plan layout, int32, `[num_parts * 8 + 3 * max_rows + 1]`, written on the device, valid for every
-layer of one step: per part (row, first tile in the row, tiles, tiles of the row, slot of the row, page
-of the first tile, tiles of the row without this step's tokens, 0), so that a part reads its start in
-one access; then `tile_indptr[num_rows + 1]`; then per row (its first part, its number of parts). Part `p` works on global tiles `[p * quota, (p + 1) * quota)`; its partial result for
-row `b` lies in slot `p + b`: along the list each step raises p or b by one, so slots never collide and
-`num_parts + num_rows` of them are enough.
+layer of one step: per part (row, first tile in the row, tiles, tiles of the row, slot of the row,
+page of the first tile, tiles of the row without this step's tokens, 0), so that a part reads its
+start in one access; then `tile_indptr[num_rows + 1]`; then per row (its first part, its number of
+parts). Part `p` works on global tiles `[p * quota, (p + 1) * quota)`; its partial result for row
+`b` lies in slot `p + b`: along the list each step raises p or b by one, so slots never collide
+and `num_parts + num_rows` of them are enough.
 Source: the tile scheduler of FlashMLA (contiguous runs over requests) and LSE merging of split-KV
 attention (FlashDecoding).
 """
@@ -33,6 +34,7 @@ def mla_plan_kernel(
     NUM_PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
     ROWS_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """One program: lengths -> plan. A row without KV still gets one (fully masked) tile."""
     rows = tl.arange(0, ROWS_PAD)
@@ -49,9 +51,9 @@ def mla_plan_kernel(
     row = tl.zeros([PARTS_PAD], tl.int32)
     base = tl.zeros([PARTS_PAD], tl.int32)
     done = total * 0
-    # 16 rows at a time: all rows at once would spill (256 parts x 64 rows in one program).
-    for r0 in range(0, num_rows, 16):
-        some = r0 + tl.arange(0, 16)
+    # A chunk of rows at a time: all at once would spill (256 parts x 256 rows in one program).
+    for r0 in range(0, num_rows, CHUNK):
+        some = r0 + tl.arange(0, CHUNK)
         lens = tl.load(seq_lens + some, mask=some < num_rows, other=0)
         tiles = tl.where(some < num_rows, tl.maximum((lens + TILE - 1) // TILE, 1), 0)
         ends = done + tl.cumsum(tiles, axis=0)
@@ -93,7 +95,7 @@ def mla_merge_kernel(
     BLOCK_D: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program (row of the batch, query row, slice of D): out = sum_p 2^(lse_p - lse) * partial_p."""
+    """Program (row, query row, slice of D): out = sum_p 2^(lse_p - lse) * partial_p."""
     b = tl.program_id(0)
     r = tl.program_id(1)
     indptr = plan + NUM_PARTS * 8

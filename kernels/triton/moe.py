@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches and registrations of the mixture-of-experts kernels. Does not know: their insides.
 
-Grids follow from shapes alone (unused items are empty), so a launch may be captured in a CUDA graph.
+Grids follow from shapes alone (unused items are empty), so a launch may be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ UNSORTED_TOKENS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmTile:
-    """Shape of one program: 16 * slices * nm weight rows, 64 * kc columns a step, pipeline depth."""
+    """One program: 16 * slices * nm weight rows, 64 * kc columns a step, pipeline depth."""
 
     nm: int
     kc: int
@@ -130,7 +131,7 @@ def _make_items(ids: torch.Tensor, num_experts: int, tokens: int, pdl: bool) -> 
         TOKENS=tokens,
         BLOCK=block,
         USE_PDL=pdl,
-        num_warps=4,
+        num_warps=1 if num_pairs <= 128 else 4,
         **_pdl(pdl),
     )
     return _Items(num=most, unsorted=False, pairs=pairs, expert=expert, begin=begin, count=count)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert routing: top-k choice per token, work items per expert, and the sum over a token's experts.
+"""Expert routing: top-k per token, work items per expert, the sum over a token's experts.
 
 Owns: scores -> (experts, weights), the sort of (token, choice) pairs by expert, and the combine.
-Does not know: expert weights. A pair is `token * top_k + choice`; an item is a run of at most TOKENS
-pairs of one expert. Ties go to the lower expert index; sums run in a fixed order, so results do not
-depend on the batch.
+Does not know: expert weights. A pair is `token * top_k + choice`; an item is a run of at most
+TOKENS pairs of one expert. Ties go to the lower expert index; sums run in a fixed order, so
+results do not depend on the batch.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 """Grouped W4 GEMM of a mixture of experts: out^T = W_expert x^T, weights expanded in registers.
 
 Owns: one (row tile, work item) of one of the two GEMMs; SwiGLU is the first one's epilogue, the
-router weight the second one's. Does not know: routing (moe_route.py), packing (kernels/w4_layout.py).
-Operands are swapped: weight rows are the M axis, the item's tokens (at most TOKENS) the N axis, so a
-handful of tokens pads to 16 columns and not to 64 rows. Weights arrive in the order in which one
-thread feeds them to the tensor cores, 16 bytes a thread, so the expanded tile needs no exchange
-between threads (layouts checked in the compiled code: no shared-memory round trip).
+router weight the second one's. Does not know: routing (moe_route.py), packing
+(kernels/w4_layout.py). Operands are swapped: weight rows are the M axis, the item's tokens (at
+most TOKENS) the N axis, so a handful of tokens pads to 16 columns and not to 64 rows. Weights
+arrive in the order in which one thread feeds them to the tensor cores, 16 bytes a thread, so the
+expanded tile needs no exchange between threads (layouts checked in the compiled code: no
+shared-memory round trip).
 Source: the register order is Marlin's idea (Frantar et al., arXiv 2408.11743).
 """
 
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
 
-# Eight e2m1 codes of one word: sign and magnitude bits moved to where bf16 has them (value * 2^-126),
-# then times the scale, which carries 2^118. The products are exact; HMUL2 keeps subnormals.
+# Eight e2m1 codes of one word: sign and magnitude bits moved to where bf16 has them (value
+# times 2^-126), then times the scale, which carries 2^118. The products are exact: HMUL2 keeps
+# subnormals.
 _FP4_ASM = tl.constexpr("""
 {
 .reg .b32 t, u, p, q;
@@ -172,9 +174,12 @@ def moe_w4_kernel(
     PORTABLE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program (16 * SLICES * NM weight rows, item; SLICES 4, or 2 with NM 1). FIRST: x [T, K] gathered by token, out
-    [pairs, N / 2] = SwiGLU; else x [pairs, K] in sorted order, out [pairs, N] fp32 by pair. UNSORTED:
-    item i is pair i alone, and the sort's tensors are not read."""
+    """Program (16 * SLICES * NM weight rows, item); SLICES is 4, or 2 with NM 1.
+
+    FIRST: x [T, K] gathered by token, out [pairs, N / 2] = SwiGLU. Else: x [pairs, K] in sorted
+    order, out [pairs, N] fp32 by pair. UNSORTED: item i is pair i alone, and the sort's tensors
+    are not read.
+    """
     pid_n = tl.program_id(0)
     item = tl.program_id(1)
     if USE_PDL:
@@ -195,14 +200,11 @@ def moe_w4_kernel(
     KB: tl.constexpr = K // 64
     ROWS: tl.constexpr = 16 * SLICES * NM
     COLS: tl.constexpr = 64 * KC
-    if FIRST:
-        x_row = pair // TOP_K
-    else:
-        x_row = begin + t
+    x_row = pair // TOP_K if FIRST else begin + t
     k = tl.arange(0, COLS)
     x_ptr = x + x_row.to(tl.int64)[:, None] * K + k[None, :]
-    # Two-dimensional loads in memory order: the compiler gives each thread 16 bytes (its own words),
-    # and shared memory keeps that order, without bank conflicts.
+    # Two-dimensional loads in memory order: the compiler gives each thread 16 bytes (its own
+    # words), and shared memory keeps that order, without bank conflicts.
     PER_TILE: tl.constexpr = 4 // SLICES
     step = tl.arange(0, KC * NM)
     step = (step % NM) * KB + step // NM

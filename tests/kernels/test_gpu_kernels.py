@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU kernels against their references, and under CUDA graphs whose inputs change between replays."""
+"""GPU kernels against their references, and in CUDA graphs whose inputs change."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLA decode on the CPU through the public op, against attention over up-projected keys and values."""
+"""MLA decode on the CPU, against attention over up-projected keys and values."""
 
 from __future__ import annotations
 

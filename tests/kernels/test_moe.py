@@ -19,7 +19,7 @@ def test_softmax_routing_takes_the_best_experts_with_their_probabilities() -> No
     ids, weights = moe_route(logits, None, MoeRouting(num_experts=16, top_k=3))
     for token in range(7):
         p = [float(x) for x in torch.exp(logits[token]) / torch.exp(logits[token]).sum()]
-        best = sorted(range(16), key=lambda e, p=p: (-p[e], e))[:3]
+        best = [e for _, e in sorted((-value, e) for e, value in enumerate(p))[:3]]
         assert ids[token].tolist() == best
         assert weights[token].tolist() == pytest.approx([p[e] for e in best], rel=1e-5)
 

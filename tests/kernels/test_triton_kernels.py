@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels without a GPU: run by the interpreter in fp32, and compiled for sm_90.
 
-Each check runs in a child process: the interpreter is chosen when triton is imported, and no test process
-loads triton otherwise. Not in the interpreter: the Hopper MLA kernel (Gluon has none), bf16 and the
-inline PTX of the W4 kernel (the portable form of the same arithmetic runs instead). Those are
-compiled here and checked on a GPU (test_gpu_kernels.py).
+Each check runs in a child process: the interpreter is chosen when triton is imported, and no test
+process loads triton otherwise. Not in the interpreter: the Hopper MLA kernel (Gluon has none),
+bf16 and the inline PTX of the W4 kernel (the portable form of the same arithmetic runs instead).
+Those are compiled here and checked on a GPU (test_gpu_kernels.py).
 """
 
 from __future__ import annotations

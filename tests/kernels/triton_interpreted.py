@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child process of test_triton_interpreter.py: runs one check with TRITON_INTERPRET=1, on CPU tensors.
+"""Child of test_triton_kernels.py: runs checks with TRITON_INTERPRET=1, on CPU tensors.
 
 The kernels' own launch code runs unchanged; only the compiler is replaced.
 """
