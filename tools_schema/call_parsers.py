@@ -8,109 +8,20 @@ raises `NotACallError` at the first byte that no call of the format has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
-from tools_schema.byte_source import END, ByteSource, MarkerSet, Wait
-from tools_schema.channels import Utf8Channel
-from tools_schema.events import Event, ToolCallArgs, ToolCallEnd, ToolCallStart
-from tools_schema.formats.base import HeaderBody, JsonBody, ParamStyle, ToolFormat
+from tools_schema.byte_source import END, ByteSource, Wait
+from tools_schema.formats.base import HeaderBody, JsonBody, ToolFormat
 from tools_schema.json_scan import BadJsonError, EndOfStreamError, scan_string, scan_value
-from tools_schema.json_types import json_types
-from tools_schema.param_types import ParamTypes, param_types
+from tools_schema.open_call import NotACallError, OpenCall
+from tools_schema.param_parser import expect, parse_params
+from tools_schema.param_types import param_types
 from tools_schema.tool_spec import ToolSet
-from tools_schema.validation import parse_json
 
 _NAME_BYTES = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 _NAME_MAX = 64
 _ID_BYTES = _NAME_BYTES | frozenset(b".:")
 _ID_MAX = 256
-_KEY_MAX = 1024
 _BRACE, _CLOSE_BRACE, _COLON, _COMMA = b"{}:,"
-
-
-class NotACallError(Exception):
-    """What follows is no call (never leaves the room). `code` is that of a ParseProblem."""
-
-    def __init__(self, message: str, code: str = "malformed_call") -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class OpenCall:
-    """A call in the making: holds its arguments until it may start, then streams them."""
-
-    def __init__(
-        self,
-        index: int,
-        names: frozenset[str],
-        emit: Callable[[Event], None],
-        new_call_id: Callable[[], str],
-        used_ids: set[str],
-    ) -> None:
-        self.index = index
-        self.has_started = False
-        self.has_ended = False
-        self.model_id: str | None = None
-        self._names = names
-        self._emit = emit
-        self._new_call_id = new_call_id
-        self._used_ids = used_ids
-        self._name: str | None = None
-        self._call_id = ""
-        self._parts: list[str] = []
-        self._channel = Utf8Channel(self._take)
-
-    def set_name(self, name: str) -> None:
-        if self._name is not None:
-            raise NotACallError("the call is named twice")
-        if name not in self._names:
-            raise NotACallError(f"no tool named {name!r} may be called", "unknown_tool")
-        self._name = name
-
-    @property
-    def name(self) -> str | None:
-        return self._name
-
-    @property
-    def has_arguments(self) -> bool:
-        return bool(self._parts)
-
-    def start_if_named(self, *, keep_model_id: bool = False) -> None:
-        if self._name is None or self.has_started:
-            return
-        self.has_started = True
-        sampled = self.model_id if keep_model_id and self.model_id not in self._used_ids else None
-        self._call_id = sampled or self._new_call_id()
-        self._used_ids.add(self._call_id)
-        self._emit(ToolCallStart(self.index, self._call_id, self._name, self.model_id))
-        if self._parts:
-            self._emit(ToolCallArgs(self.index, "".join(self._parts)))
-
-    def write(self, data: bytes) -> None:
-        self._channel.write(data)
-
-    def write_text(self, text: str) -> None:
-        self._take(text)
-
-    def end(self) -> None:
-        self._channel.close()
-        if self._name is None:
-            raise NotACallError("the call has no name")
-        if not self._parts:
-            self._take("{}")
-        arguments = "".join(self._parts)
-        try:
-            parse_json(arguments)
-        except ValueError as error:
-            raise NotACallError(f"the arguments are not JSON: {error}") from None
-        self.start_if_named()
-        self.has_ended = True
-        self._emit(ToolCallEnd(self.index, self._call_id, self._name, arguments, self.model_id))
-
-    def _take(self, text: str) -> None:
-        self._parts.append(text)
-        if self.has_started:
-            self._emit(ToolCallArgs(self.index, text))
 
 
 def parse_call(
@@ -228,7 +139,7 @@ def _parse_header_call(
         return
     spec = toolset.get(name)
     types = param_types(spec.schema() if spec is not None else {})
-    has_any = yield from _parse_params(source, body.params, types, call)
+    has_any = yield from parse_params(source, body.params, types, call)
     # Only the end marker says that no further parameter comes.
     yield from expect(source, tool_format.call_end)
     if has_any:
@@ -243,122 +154,3 @@ def _read_id(source: ByteSource, body: HeaderBody, name: str, call: OpenCall) ->
     sampled = (yield from source.take_while(_ID_BYTES, _ID_MAX)).decode()
     head = body.before_name + name + body.id_mark if body.id_has_name else ""
     call.model_id = head + sampled
-
-
-def expect(source: ByteSource, *literals: str) -> Wait[None]:
-    """Consume one of these markers, whatever the whitespace around its lines."""
-    is_cut = False
-    for literal in literals:
-        if (yield from source.match_loosely(literal)):
-            return
-        is_cut |= source.was_cut
-    if is_cut:
-        source.skip_rest()
-    if (yield from source.peek()) == END:
-        raise EndOfStreamError
-    raise NotACallError(f"{literals[0].strip()!r} was due")
-
-
-def _parse_params(
-    source: ByteSource, style: ParamStyle, types: ParamTypes, call: OpenCall
-) -> Wait[bool]:
-    """All parameters, as the members of one JSON object; whether there was any."""
-    has_any = False
-    while (yield from source.match_loosely(style.begin)):
-        key = yield from _read_key(source, style)
-        call.write_text(", " if has_any else "{")
-        call.write_text(json.dumps(key, ensure_ascii=False) + ": ")
-        has_any = True
-        admitted = types.of(key)
-        if style.type_mark is not None:
-            admitted = yield from _read_type_mark(source, style)
-        yield from _parse_value(source, style, admitted, call)
-    return has_any
-
-
-def _read_key(source: ByteSource, style: ParamStyle) -> Wait[str]:
-    closing = style.after_key if style.type_mark is None else style.type_mark
-    taken: list[bytes] = []
-    markers = MarkerSet((closing.split("\n")[0].strip() or closing.strip(),))
-    if (yield from source.until(markers, taken.append, flushes=False)) is None:
-        raise EndOfStreamError
-    key = b"".join(taken)
-    if not key or len(key) > _KEY_MAX:
-        raise NotACallError("the parameter has no name")
-    for line in closing.split("\n")[1:]:
-        yield from expect(source, line)
-    return key.decode("utf-8", "replace")
-
-
-def _read_type_mark(source: ByteSource, style: ParamStyle) -> Wait[frozenset[str]]:
-    is_text = yield from source.match(b"true")
-    if not is_text and not (yield from source.match(b"false")):
-        if (yield from source.peek()) == END:
-            raise EndOfStreamError
-        raise NotACallError("a parameter is a string or it is not: true or false was due")
-    yield from expect(source, style.after_key)
-    return frozenset({"string"}) if is_text else frozenset()
-
-
-def _parse_value(
-    source: ByteSource, style: ParamStyle, admitted: frozenset[str], call: OpenCall
-) -> Wait[None]:
-    """One value and its end marker: strings and JSON stream, what may be either waits."""
-    if "string" not in admitted:
-        yield from source.skip_blanks()
-        yield from scan_value(source, call.write)
-        yield from expect(source, style.end)
-        return
-    if style.after_key.endswith("\n"):
-        yield from source.match(b"\n")
-    markers = MarkerSet((style.end.strip(),))
-    trims = style.end.startswith("\n")
-    if admitted == frozenset({"string"}):
-        writer = _StringWriter(call, trims=trims)
-        if (yield from source.until(markers, writer.write, flushes=False)) is None:
-            raise EndOfStreamError
-        writer.close()
-        return
-    taken: list[bytes] = []
-    if (yield from source.until(markers, taken.append, flushes=False)) is None:
-        raise EndOfStreamError
-    raw = b"".join(taken)
-    if trims and raw.endswith(b"\n"):
-        raw = raw[:-1]
-    call.write_text(_as_json(raw.decode("utf-8", "replace"), admitted))
-
-
-def _as_json(text: str, admitted: frozenset[str]) -> str:
-    """A value that may be text or JSON: JSON where it is of an admitted type."""
-    try:
-        types = json_types(parse_json(text))
-    except ValueError:
-        return json.dumps(text, ensure_ascii=False)
-    if types & admitted:
-        return text.strip()
-    return json.dumps(text, ensure_ascii=False)
-
-
-class _StringWriter:
-    """Writes raw text as a JSON string, escaping as it goes; holds back one closing newline."""
-
-    def __init__(self, call: OpenCall, *, trims: bool) -> None:
-        self._call = call
-        self._trims = trims
-        self._held = b""
-        self._channel = Utf8Channel(self._escape)
-        call.write_text('"')
-
-    def write(self, data: bytes) -> None:
-        data = self._held + data
-        self._held = b""
-        if self._trims and data.endswith(b"\n"):
-            data, self._held = data[:-1], b"\n"
-        self._channel.write(data)
-
-    def close(self) -> None:
-        self._channel.close()
-        self._call.write_text('"')
-
-    def _escape(self, text: str) -> None:
-        self._call.write_text(json.dumps(text, ensure_ascii=False)[1:-1])

@@ -19,7 +19,7 @@ from tools_schema.disjoint import are_disjoint
 from tools_schema.json_pointer import resolve_local
 from tools_schema.lower_types import KNOWN_KEYWORDS, GrammarTypes
 from tools_schema.schema_check import compile_schema
-from tools_schema.schema_merge import Schema, both, merge
+from tools_schema.schema_merge import Schema, both, is_same, merge
 
 MAX_NODES = 4_000
 MAX_BRANCHES = 64
@@ -184,7 +184,7 @@ class _Lowering:
             parts = [part for part in (merged, *combination) if part is not True and part != {}]
             branch: Any = parts[0] if len(parts) == 1 else {"allOf": parts} if parts else True
             node = self.lower(branch, path)
-            if node is not None and node not in found:
+            if node is not None and not any(is_same(node, other) for other in found):
                 found.append(node)
         if not found:
             return None
@@ -215,7 +215,11 @@ def _own_keywords(schema: Schema) -> Schema:
 
 
 def _refers(schema: Any) -> bool:
-    return '"$ref"' in json.dumps(schema)
+    """Whether a reference speaks of this very value (not only of a part of it)."""
+    if not isinstance(schema, dict):
+        return False
+    parts = (part for key in ("allOf", "anyOf", "oneOf") for part in schema.get(key, ()))
+    return "$ref" in schema or any(map(_refers, parts))
 
 
 def _has_inner_id(root: Any) -> bool:

@@ -49,7 +49,10 @@ def lower_object(
         node["properties"] = properties
     if required:
         node["required"] = [key for key in properties if key in required]
-    node |= _extras(schema, path, bool(declared), descend, lose)
+    if len(properties) < len(declared):
+        node["additionalProperties"] = False  # or one that no value fits would come in as extra
+    else:
+        node |= _extras(schema, path, bool(declared), descend, lose)
     return _counted(node, schema, path, lose)
 
 

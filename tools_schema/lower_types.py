@@ -107,6 +107,8 @@ class GrammarTypes:
         low, high = schema.get("minLength", 0), schema.get("maxLength")
         if high is not None and high < low:
             return None
+        if high == 0:
+            return {"enum": [""]} if self._is_valid({**schema, "type": "string"}, "") else None
         node: Schema = {"type": "string"}
         if "pattern" in schema:
             try:

@@ -44,13 +44,18 @@ def both(a: Any, b: Any) -> Any:
     """A schema for what is valid under both."""
     if a is False or b is False:
         return False
-    if a is True or a == {} or a == b:
+    if a is True or a == {} or is_same(a, b):
         return b
     return a if b is True or b == {} else {"allOf": [a, b]}
 
 
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two schemas are written alike (in Python true equals 1, in JSON it does not)."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
 def _join(key: str, a: Any, b: Any, report: Report) -> Any:
-    if a == b and type(a) is type(b):
+    if is_same(a, b):
         return a
     if key == "type":
         return _common_types(type_set(a), type_set(b))

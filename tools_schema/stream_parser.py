@@ -13,11 +13,13 @@ import secrets
 from collections.abc import Callable
 
 from tools_schema.byte_source import END, ByteSource, MarkerSet, Wait
-from tools_schema.call_parsers import NotACallError, OpenCall, expect, parse_call
+from tools_schema.call_parsers import parse_call
 from tools_schema.channels import ProseChannel
 from tools_schema.events import Event, ParseProblem, ReasoningDelta, TextDelta, ToolCallArgs
 from tools_schema.formats.base import ToolFormat
 from tools_schema.json_scan import EndOfStreamError
+from tools_schema.open_call import NotACallError, OpenCall
+from tools_schema.param_parser import expect
 from tools_schema.tool_choice import ToolChoice
 from tools_schema.tool_spec import ToolSet
 

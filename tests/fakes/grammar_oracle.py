@@ -68,8 +68,14 @@ class RandomWalker:
         self._closing = np.array([bytes(b) in _CLOSING for b in token_bytes])
         self._closing[eos_id] = True
 
-    def compile(self, plan: GrammarPlan) -> xgrammar.CompiledGrammar:
+    def compile(self, plan: GrammarPlan, *, fresh: bool = False) -> xgrammar.CompiledGrammar:
+        """`fresh`: without what earlier grammars left in the engine's cache.
+
+        After thousands of unlike grammars that cache makes masks which its matcher rejects.
+        """
         assert plan.text is not None
+        if fresh:
+            self._compiler.clear_cache()
         return self._compiler.compile_structural_tag(plan.text)
 
     def walk(

@@ -93,7 +93,7 @@ _ENGINE_NAMES = {
 
 @pytest.mark.parametrize("name", _ENGINE_NAMES)
 def test_the_engines_own_template_of_the_family_takes_our_bytes(name: str) -> None:
-    tools = [{"type": "function", "function": dict(tool)} for tool in RAW_TOOLS]
+    tools: list[Any] = [{"type": "function", "function": dict(tool)} for tool in RAW_TOOLS]
     tag = xgrammar.get_model_structural_tag(
         _ENGINE_NAMES[name],
         tools=tools,

@@ -12,7 +12,10 @@ from tools_schema.errors import InvalidSchemaError
 from tools_schema.schema_check import MAX_COMBINATOR_DEPTH, MAX_DEPTH
 from tools_schema.tool_spec import MAX_TOOLS, parse_tools
 
-_SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
+_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"b": {"type": "string"}, "a": {"type": "integer"}},
+}
 
 
 def _refusal(raw: object, **kwargs: Any) -> InvalidSchemaError:
