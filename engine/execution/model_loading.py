@@ -18,7 +18,7 @@ from engine.models.model import LoadOptions, PagedModel
 from engine.models.registry import Architecture, architecture, architecture_of
 from engine.weights.gguf import open_gguf
 from engine.weights.gguf_weights import GgufWeights
-from engine.weights.hf import HfWeights
+from engine.weights.quantized import open_hf_weights
 from engine.weights.reader import RandomWeights, WeightReader
 from engine.weights.source import ModelKind, ModelSource, resolve_model
 from kernels.registry import REGISTRY, Priority
@@ -127,7 +127,7 @@ def _open(source: ModelSource, is_dummy: bool) -> tuple[Architecture, Any, Weigh
     if source.kind is ModelKind.HF:
         kind = architecture_of(source.path)
         decoder = kind.read_config(source.path)
-        return kind, decoder, RandomWeights() if is_dummy else HfWeights(source.path)
+        return kind, decoder, RandomWeights() if is_dummy else open_hf_weights(source.path)
     file = open_gguf(source.path)
     llama = decoder_config_from_gguf(file.metadata, file.tensors)
     reader = RandomWeights() if is_dummy else GgufWeights(file, llama.head_dim)

@@ -7,13 +7,13 @@ The forms that config files share between architectures (rope, refusals) are rea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.weights.errors import ModelFormatError, UnsupportedModelError
+from engine.weights.quant_config import quant_scheme, read_json_object
 
 _ROPE_KINDS = ("default", "linear", "llama3")
 _HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -23,7 +23,6 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "mlp_bias": (False, None),
     "sliding_window": (None,),
     "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
 }
 
 
@@ -114,6 +113,7 @@ def decoder_config_from_hf(directory: Path) -> DecoderConfig:
             f"{path}: architectures is {architectures!r}; supported: {', '.join(_HF_ARCHITECTURES)}"
         )
     refuse_other_values(config, path, _PLAIN)
+    quant_scheme(config, directory)  # refuses what the weights' reader does not have
     try:
         num_heads = int(config["num_attention_heads"])
         return DecoderConfig(
@@ -157,14 +157,7 @@ def _gguf_rope(metadata: Mapping[str, Any]) -> RopeConfig:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model directory. Raises ModelFormatError."""
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ModelFormatError(f"{path}: not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelFormatError(f"{path}: not a JSON object")
-    return config
+    return read_json_object(directory / "config.json")
 
 
 def rope_spec(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from engine.models.config import (
     rope_spec,
 )
 from engine.weights.errors import ModelFormatError, UnsupportedModelError
+from engine.weights.quant_config import quant_scheme
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 ARCHITECTURES = (V2, V3)
@@ -95,6 +96,7 @@ def deepseek_config_from_hf(directory: Path) -> DeepseekConfig:
     """
     config, path = read_config(directory), directory / "config.json"
     refuse_other_values(config, path, _PLAIN)
+    quant_scheme(config, directory)  # refuses what the weights' reader does not have
     try:
         return _config(config, path)
     except KeyError as error:

@@ -39,6 +39,10 @@ class HfWeights:
     def has(self, name: str) -> bool:
         return name in self._file_of
 
+    def is_low_bit(self, name: str) -> bool:
+        """Never: what is stored in a low-bit layout is read by QuantizedWeights."""
+        return False
+
     def check(self, name: str, shape: Sequence[int]) -> None:
         check_shape(name, self.shape(name, shape), shape)
 
@@ -58,6 +62,15 @@ class HfWeights:
         file = self._file(name, shape or ())
         try:
             values: torch.Tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelFormatError(f"{self._file_of[name]}: tensor {name!r}: {error}") from error
+        return values
+
+    def raw_entry(self, name: str, index: int) -> torch.Tensor:
+        """One entry of the first axis, without reading the others. Raises as `raw` does."""
+        file = self._file(name, ())
+        try:
+            values: torch.Tensor = file.get_slice(name)[index]
         except SafetensorError as error:
             raise ModelFormatError(f"{self._file_of[name]}: tensor {name!r}: {error}") from error
         return values

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convert a checkpoint to a low-bit format: `python -m engine.quantize SRC DST --format nvfp4`.
+
+SRC is a Hugging Face directory, plain or itself low-bit; DST, made or empty, becomes one that the
+engine loads. Converted are the linear layers of the decoder; embeddings, the output head, norms
+and routers stay as they are, and for 4-bit formats kv_b_proj, which is used in absorbed form.
+One JSON line per weight on stdout, a summary last; what goes wrong is one line on stderr.
+Exit codes: 0 done, 1 refused, 2 usage. Does not know: models (a name decides what is converted).
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import ConfigError, EngineError
+from engine.weights.errors import UnsupportedModelError
+from engine.weights.hf import HfWeights
+from engine.weights.quant_config import quant_scheme, read_json_object
+from engine.weights.quant_writer import (
+    FORMATS,
+    SHARD_BYTES,
+    HeldTensors,
+    ShardWriter,
+    quantization_config,
+    quantized_tensors,
+)
+from engine.weights.quantized import QuantizedWeights, open_hf_weights
+from engine.weights.stored_formats import stored_format
+from kernels.reference.quant import GROUP_OF_FORMAT
+
+Reader = HfWeights | QuantizedWeights
+
+_KEPT = ("*embed_tokens.weight", "lm_head.weight", "*.mlp.gate.weight")
+_KEPT_IN_4_BITS = ("*.kv_b_proj.weight",)
+_WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
+# These speak of the source's own format.
+_NOT_COPIED = ("config.json", "hf_quant_config.json")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m engine.quantize", description=__doc__)
+    parser.add_argument("source", metavar="SRC", type=Path)
+    parser.add_argument("target", metavar="DST", type=Path)
+    parser.add_argument("--format", required=True, choices=FORMATS)
+    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
+    parser.add_argument("--device", default="cpu", metavar="cpu|cuda")
+    arguments = parser.parse_args(argv)
+    try:
+        lines = quantize_checkpoint(
+            arguments.source,
+            arguments.target,
+            arguments.format,
+            exclude=arguments.exclude,
+            device=torch.device(arguments.device),
+        )
+        for line in lines:
+            print(json.dumps(line), flush=True)
+    except (EngineError, OSError, RuntimeError) as error:
+        print(f"moorage quantize: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def quantize_checkpoint(
+    source: Path,
+    target: Path,
+    fmt: str,
+    *,
+    exclude: Sequence[str] = (),
+    device: torch.device | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Iterator[dict[str, Any]]:
+    """Convert a checkpoint; yields a report per converted weight, then the summary.
+
+    Raises:
+        ConfigError: SRC is no Hugging Face directory, or DST holds something.
+        ModelError: SRC is damaged or of a kind we cannot read, or a weight does not fit `fmt`.
+    """
+    config = _source_config(source)
+    if target.exists() and any(target.iterdir()):
+        raise ConfigError("quantize.target", str(target), "a directory that is empty or not there")
+    reader = open_hf_weights(source)
+    kept = [*_KEPT, *exclude] if fmt == "fp8" else [*_KEPT, *_KEPT_IN_4_BITS, *exclude]
+    converted = _to_convert(reader, kept, fmt)
+    target.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(target, shard_bytes)
+    plain = [name for name in reader.names if name not in converted]
+    modules = sorted(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))
+    settings = quantization_config(fmt, modules)
+    for name in plain:
+        writer.add({name: _plain_tensor(reader, name)})
+    worst: dict[str, Any] = {"tensor": "", "rel_error": 0.0}
+    for name, shape in converted.items():
+        weight = reader.dense(name, shape, torch.float32).to(device or "cpu")
+        tensors = quantized_tensors(name, weight, fmt)
+        writer.add(tensors)
+        report = _report(name, weight, tensors, settings)
+        worst = max(worst, report, key=lambda item: float(item["rel_error"]))
+        yield report
+    writer.close()
+    _write_texts(source, target, {**config, "quantization_config": settings})
+    yield {
+        "summary": str(target),
+        "format": fmt,
+        "num_converted": len(converted),
+        "num_plain": len(plain),
+        "total_bytes": writer.total_bytes,
+        "worst_tensor": worst["tensor"],
+        "worst_rel_error": worst["rel_error"],
+    }
+
+
+def _source_config(source: Path) -> dict[str, Any]:
+    if not (source / "config.json").is_file():
+        raise ConfigError(
+            "quantize.source", str(source), "a Hugging Face directory with config.json"
+        )
+    config = read_json_object(source / "config.json")
+    scheme = quant_scheme(config, source)
+    if scheme is not None and scheme.layout == "fused_mxfp4":
+        raise ConfigError("quantize.source", str(source), "a checkpoint without fused experts")
+    return config
+
+
+def _to_convert(reader: Reader, kept: Sequence[str], fmt: str) -> dict[str, list[int]]:
+    """Names and shapes of the weights to convert; checked before anything is written."""
+    found: dict[str, list[int]] = {}
+    group = 1 if fmt == "fp8" else GROUP_OF_FORMAT[fmt]
+    for name in reader.names:
+        if not name.endswith(".weight") or any(fnmatch.fnmatch(name, item) for item in kept):
+            continue
+        shape = reader.shape(name)
+        if len(shape) != 2:
+            continue
+        if shape[1] % group:
+            raise UnsupportedModelError(
+                f"tensor {name!r}: {shape[1]} columns; supported with {fmt}: multiples of {group} "
+                "(hint: --exclude takes a pattern of names)"
+            )
+        found[name] = shape
+    return found
+
+
+def _plain_tensor(reader: Reader, name: str) -> torch.Tensor:
+    """The tensor as it is stored; one that is stored low-bit as bf16."""
+    if reader.is_low_bit(name):
+        return reader.dense(name, reader.shape(name), torch.bfloat16)
+    return reader.raw(name)
+
+
+def _report(
+    name: str, weight: torch.Tensor, tensors: dict[str, torch.Tensor], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """How far what a loader will read is from the source."""
+    scheme = quant_scheme({"quantization_config": settings}, Path())
+    assert scheme is not None, "settings of a low-bit format"
+    held = HeldTensors(tensors)
+    read = stored_format(scheme).dense(held, name, list(weight.shape)).to(weight.device)
+    difference = (read - weight).double()
+    size = weight.double().norm().clamp_min(1e-30)
+    return {
+        "tensor": name,
+        "shape": list(weight.shape),
+        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "rel_error": float(difference.norm() / size),
+        "max_error": float(difference.abs().max()),
+    }
+
+
+def _write_texts(source: Path, target: Path, config: dict[str, Any]) -> None:
+    """config.json last: a directory without it is no model."""
+    for path in sorted(source.iterdir()):
+        is_text = path.is_file() and not path.name.endswith(_WEIGHT_FILES)
+        if is_text and path.name not in _NOT_COPIED:
+            shutil.copyfile(path, target / path.name)
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
