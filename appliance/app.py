@@ -35,6 +35,7 @@ from tools_schema.errors import ToolSchemaError
 logger = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 30.0
+SWEEP_JOURNALS_EVERY_S = 5.0
 ROUTERS = tuple(
     module.router for module in (sessions, turns, chat, completions, models, health, admin)
 )
@@ -74,28 +75,37 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
     except SessionError as error:
         logger.error("session store: %s", error)
         raise
-    services.journals.sweep_files()
     await services.client.start()
     await context.turns.recover()
-    sweeping = asyncio.create_task(_sweep_forever(services))
+    sweepers = [
+        asyncio.create_task(_sweep_forever(services)),
+        asyncio.create_task(_sweep_journals_forever(services)),
+    ]
     try:
         yield
     finally:
-        sweeping.cancel()
+        for sweeper in sweepers:
+            sweeper.cancel()
         await context.turns.drain(services.config.server.drain_s)
         await services.client.close()
         await services.store.close()
 
 
+async def _sweep_journals_forever(services: Services) -> None:
+    """Keep ended turns out of memory, and old journals off the disk."""
+    while True:
+        services.journals.sweep()
+        services.journals.sweep_files()
+        await asyncio.sleep(SWEEP_JOURNALS_EVERY_S)
+
+
 async def _sweep_forever(services: Services) -> None:
-    """Expire idle sessions, forget old keys and journals."""
+    """Expire idle sessions, forget old keys."""
     retention_ms = services.config.sessions.expired_retention_ms
     sweeper = Sweeper(services.store, services.clock_ms, retention_ms=retention_ms)
     while True:
         try:
             await sweeper.sweep()
-            services.journals.sweep()
-            services.journals.sweep_files()
         except SessionError as error:
             logger.warning("sweep: %s", error)
         await asyncio.sleep(SWEEP_EVERY_S)

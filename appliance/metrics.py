@@ -133,9 +133,9 @@ class Metrics:
         self.engine_up = Gauge(
             "moorage_engine_up", "1 while the engine answers, else 0.", registry=self.registry
         )
-        self.engine_instances = Counter(
-            "moorage_engine_instances_total",
-            "Engine processes seen; each above the first is a restart.",
+        self.engine_restarts = Counter(
+            "moorage_engine_restarts_total",
+            "Engine processes that took the place of one that had died.",
             registry=self.registry,
         )
 

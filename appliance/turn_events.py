@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 CONTENT_PREFIX = "response."
+MEMORY_S = 15.0  # how long an ended turn's frames stay in memory
 TERMINAL = ("turn.completed", "turn.incomplete", "turn.cancelled", "turn.failed")
 ONCE_PER_TURN = ("turn.created", "turn.queued", "turn.cache", "turn.in_progress")
 _encoder = msgspec.json.Encoder()
@@ -154,7 +155,6 @@ class EventJournals:
 
     def create(self, session_id: str, turn_id: str) -> TurnEvents:
         """Start the events of a new turn."""
-        self.sweep()
         events = TurnEvents(session_id, turn_id)
         events._journal_fd = os.open(
             self._path(turn_id), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o600
@@ -192,11 +192,16 @@ class EventJournals:
         return events
 
     def sweep(self) -> None:
-        """Forget turns that ended longer ago than the replay window, and their files."""
+        """Forget turns that ended: soon in memory, after the replay window their files too."""
         now_s = time.monotonic()
         for turn_id, events in list(self._turns.items()):
-            if events.is_closed and now_s - events.closed_at_s > self.replay_s:
+            if not events.is_closed:
+                continue
+            age_s = now_s - events.closed_at_s
+            if age_s > self.replay_s:
                 self.drop(turn_id)
+            elif age_s > MEMORY_S and not events.num_readers:
+                del self._turns[turn_id]  # `find` reads it back from its file
 
     def sweep_files(self) -> None:
         """Delete journals left by earlier processes that are past the replay window."""

@@ -109,9 +109,14 @@ class TurnService:
         claimed = session.begin_turn(pending, now_ms, expect_revision=ask.body.expect_revision)
         journals = self._services.journals
         events = waiting.events if waiting is not None else journals.create(session.id, pending.id)
-        claim = await self._services.store.begin_turn(claimed, pending)
-        if not claim.created:
-            journals.drop(pending.id)
+        is_begun = False
+        try:
+            claim = await self._services.store.begin_turn(claimed, pending)
+            is_begun = claim.created
+        finally:
+            if not is_begun and waiting is None:
+                journals.drop(pending.id)
+        if not is_begun:
             return claim.turn_id
         if waiting is None:
             events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
@@ -228,7 +233,7 @@ class TurnService:
         )
 
     def _on_engine_restart(self) -> None:
-        self._metrics.engine_instances.inc()
+        self._metrics.engine_restarts.inc()
         for active in self._active.values():
             active.run.on_engine_restart()
             if active.run.stop_cause:  # the new engine has not heard that it shall stop

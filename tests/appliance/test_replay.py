@@ -168,6 +168,22 @@ def test_a_journal_reads_back_byte_for_byte_without_a_line_the_crash_cut(tmp_pat
     assert json.loads(again.frames[-1].split(b"data: ")[1])["sequence_number"] == 3
 
 
+def test_an_ended_turn_leaves_memory_soon_and_is_read_back_from_its_file(tmp_path: Path) -> None:
+    journals = EventJournals(tmp_path, replay_s=600)
+    events = journals.create("sess_a", "turn_a")
+    events.emit("turn.completed", {"usage": {}})
+    events.close()
+    events.closed_at_s -= 60  # a minute ago
+    journals.sweep()
+    found = journals.find("sess_a", "turn_a")
+    assert found is not None and found is not events and found.frames == events.frames
+    assert journals.find("sess_b", "turn_a") is None
+    events.closed_at_s -= 600
+    found.closed_at_s -= 660
+    journals.sweep()
+    assert journals.find("sess_a", "turn_a") is None and not list(tmp_path.iterdir())
+
+
 def test_another_session_s_events_are_not_found_under_one_s_own(app: RunningApp) -> None:
     session_id, other = app.session(), app.session()
     turn_id = app.turn(session_id)["id"]
