@@ -23,6 +23,17 @@ SHAPE = ops.LlamaShape(
     vocab=211,
     rms_eps=1e-5,
 )
+# Three rope pairs of 16 a head, one KV head, a group that takes two passes.
+WIDE_SHAPE = ops.LlamaShape(
+    num_layers=1,
+    hidden=64,
+    ffn=32,
+    num_heads=6,
+    num_kv_heads=1,
+    head_dim=96,
+    vocab=64,
+    rms_eps=1e-6,
+)
 _ROPE_THETA = 10000.0
 
 
@@ -73,9 +84,10 @@ def random_stack(
     )
 
 
-def _forward(weight_format: str, specs: list[RowSpec], page_size: int) -> torch.Tensor:
-    stack = _cached_stack(weight_format)
-    shape = stack.shape
+def _forward(
+    shape: ops.LlamaShape, weight_format: str, specs: list[RowSpec], page_size: int
+) -> torch.Tensor:
+    stack = _cached_stack(shape, weight_format)
     case = paged_case(
         specs,
         layers=shape.num_layers,
@@ -103,8 +115,8 @@ def _forward(weight_format: str, specs: list[RowSpec], page_size: int) -> torch.
 
 
 @functools.cache
-def _cached_stack(weight_format: str) -> ops.LlamaStack:
-    return random_stack(weight_format)
+def _cached_stack(shape: ops.LlamaShape, weight_format: str) -> ops.LlamaStack:
+    return random_stack(weight_format, shape)
 
 
 def decoder_cases() -> list[Case]:
@@ -117,12 +129,13 @@ def decoder_cases() -> list[Case]:
         "mixed": [(0, 65), (70, 1), (127, 3), (64, 40)],
         "longer than a slab": [(10, 530), (2, 1)],
     }
-    return [
-        Case(
-            f"{name} {weight_format}",
-            weight_format,
-            functools.partial(_forward, weight_format, specs, page_size),
-        )
-        for weight_format in ("q4_1", "q8_0", "bf16")
-        for page_size, (name, specs) in zip((64, 64, 16, 64, 16, 64), steps.items(), strict=True)
-    ]
+    page_sizes = (64, 64, 16, 64, 16, 64)
+    cases = []
+    for weight_format in ("q4_1", "q8_0", "bf16"):
+        for page_size, (name, specs) in zip(page_sizes, steps.items(), strict=True):
+            run = functools.partial(_forward, SHAPE, weight_format, specs, page_size)
+            cases.append(Case(f"{name} {weight_format}", weight_format, run))
+    for name in ("decode rows", "mixed"):
+        run = functools.partial(_forward, WIDE_SHAPE, "q4_1", steps[name], 64)
+        cases.append(Case(f"{name}, head_dim 96", "q4_1", run))
+    return cases

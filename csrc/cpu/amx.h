@@ -63,7 +63,7 @@ struct SwigluTarget {
 };
 void product_swiglu(const PairProduct& product, const SwigluTarget& target);
 
-// Panel 0 holds dims [dim, dim + 16) of a head, panel 1 dims [D/2 + dim, D/2 + dim + 16): rope pairs.
+// Panel 0 holds dims [dim, dim + 16) of a head, panel 1 the same D/2 further on: rope pairs.
 // Token t goes to rows[t] + offset in bf16, scaled; no rope where `cos_sin` is null.
 struct HeadTarget {
   const float* cos_sin = nullptr;        // [max_positions, D]

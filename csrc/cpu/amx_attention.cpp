@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kMaxKeyTiles = kBlockKeys / 16;
 
-// What one head of the block works on; a few KB each, so that it stays in the L1. Scores and weights
-// are double: while one block of keys is softened, the tiles work on its neighbours.
+// What one head of the block works on; a few KB each, so that it stays in the L1. Scores and
+// weights are double: while one block of keys is softened, the tiles work on its neighbours.
 struct HeadState {
   alignas(64) float scores[2][2 * kMaxKeyTiles * 256];           // [m][key tile][16][16]
   alignas(64) uint16_t weights[2][2 * (kBlockKeys / 32) * 512];  // A tiles [m][k]
@@ -205,8 +205,8 @@ __attribute__((noinline)) void rebase_row(TileWork& work, const KeyRun& run, int
   state.base[row] = base;
 }
 
-// One query row: scores -> bf16 weights 2^(score - base). The base need not be the maximum: bf16 has
-// the range of fp32, so it is kept until a block's weights pass 2^64 (rare), which spares every
+// One query row: scores -> bf16 weights 2^(score - base). The base need not be the maximum: bf16
+// has the range of fp32, so it is kept until a block's weights pass 2^64 (rare), which spares every
 // other block the horizontal maximum and the rescaling of the output.
 template <bool kMasked>
 inline void soften_row(TileWork& work, const KeyRun& run, int row, int visible) {

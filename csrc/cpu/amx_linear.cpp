@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linears of many tokens on AMX: 4- and 8-bit panels are expanded to bf16 next to the core, once per
-// call, so that memory traffic stays that of the packed weights.
+// Linears of many tokens on AMX: 4- and 8-bit panels are expanded to bf16 next to the core, once
+// per call, so that memory traffic stays that of the packed weights.
 #include "amx.h"
 #include "amx_tiles.h"
 #include "avx512_math.h"
@@ -199,12 +199,12 @@ struct Pending {
 };
 
 // From which sixteenth of a multiplication on the pair before it is finished. Earlier its tiles are
-// still on their way out, and rows that wait for them fill the scheduler: from 0 on the whole is 2.5
-// times slower, from 8 on 15 % faster than at the end (one core with AMX, 512 tokens).
+// still on their way out, and rows that wait for them fill the scheduler: from 0 on it is 2.5 times
+// slower, from 8 on 15 % faster than at the end (one core with AMX, 512 tokens, 2026-11-29).
 constexpr int kFinishFrom = 8;
 
-// The multiplication keeps its unit busy for 64 cycles a step and the vector units idle: the rows of
-// the previous pair are finished in between, which hides them entirely.
+// The multiplication keeps its unit busy for 64 cycles a step and the vector units idle: the rows
+// of the previous pair are finished in between.
 template <typename Row>
 void multiply_and_finish(const PairProduct& product, const Operand& b, int begin, int steps,
                          const Row& row) {

@@ -28,7 +28,7 @@ struct ActRows {
   uint16_t* bf16 = nullptr;
 };
 
-// One layer of the paged pool, bf16. Strides in elements; K and V of a token's heads are contiguous.
+// One layer of the paged pool, bf16. Strides in elements; the heads of a token are contiguous.
 struct KvLayer {
   uint16_t* base = nullptr;
   size_t page_stride = 0;

@@ -263,7 +263,8 @@ void run_logits(const LlamaWeights& weights, CpuLevel level, const float* rows, 
                 ThreadPool& pool, float* logits) {
   const KernelTable& k = table_of(level);
   const LlamaConfig& c = weights.config;
-  const int items = (weights.lm_head.num_panels() + kPanelsPerLogitsItem - 1) / kPanelsPerLogitsItem;
+  const int num_panels = weights.lm_head.num_panels();
+  const int items = (num_panels + kPanelsPerLogitsItem - 1) / kPanelsPerLogitsItem;
   for (int first = 0; first < num_samples; first += kSmallTokens) {
     const int count = std::min(kSmallTokens, num_samples - first);
     ActBuffer acts(count, c.hidden);
@@ -277,7 +278,7 @@ void run_logits(const LlamaWeights& weights, CpuLevel level, const float* rows, 
       alignas(64) float out[kSmallTokens * kPanelRows];
       for (int item; (item = team.claim(me)) >= 0;) {
         const int begin = item * kPanelsPerLogitsItem;
-        const int end = std::min(begin + kPanelsPerLogitsItem, weights.lm_head.num_panels());
+        const int end = std::min(begin + kPanelsPerLogitsItem, num_panels);
         for (int panel = begin; panel < end; ++panel) {
           k.panel(weights.lm_head, panel, acts.rows(), 0, count, out);
           const int width = std::min(kPanelRows, c.vocab - panel * kPanelRows);

@@ -161,7 +161,9 @@ void attention_amx(const AttentionCall& call, ThreadPool& pool) {
     team.meet(me, num_tokens);
     for (int token; (token = team.claim(me)) >= 0;) {
       float* to = call.out + static_cast<size_t>(token) * width;
-      for (int i = 0; i < width; ++i) to[i] = bf16_to_float(tiles[amx::tile_index(token, i, width)]);
+      for (int i = 0; i < width; ++i) {
+        to[i] = bf16_to_float(tiles[amx::tile_index(token, i, width)]);
+      }
     }
     amx::end();
   });

@@ -10,7 +10,7 @@
 
 namespace moorage::cpu {
 
-// out[t, n] = x[t] . row n of the matrix; x fp32 [num_tokens, num_cols], out [num_tokens, num_rows].
+// out[t, n] = x[t] . row n of the matrix; x [num_tokens, num_cols], out [num_tokens, num_rows].
 void linear(const PackedMatrix& matrix, const float* x, int num_tokens, float* out,
             CpuLevel level,
             ThreadPool& pool);
