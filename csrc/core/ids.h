@@ -15,11 +15,11 @@ struct StrongId {
   constexpr auto operator<=>(const StrongId&) const = default;
 };
 
-using PageId = StrongId<struct PageTag, std::int32_t>;       // position of a page in the device pool
-using SlotId = StrongId<struct SlotTag, std::int32_t>;       // row of the persistent page table
-using StepId = StrongId<struct StepTag, std::int64_t>;       // one planned step, counted from 0
+using PageId = StrongId<struct PageTag, std::int32_t>;        // of the device pool
+using SlotId = StrongId<struct SlotTag, std::int32_t>;        // row of the persistent page table
+using StepId = StrongId<struct StepTag, std::int64_t>;        // one planned step, counted from 0
 using RequestId = StrongId<struct RequestTag, std::int64_t>;  // chosen by the caller
-using NodeId = StrongId<struct NodeTag, std::int64_t>;       // construction order of a tree node
+using NodeId = StrongId<struct NodeTag, std::int64_t>;        // construction order of a tree node
 
 using TokenId = std::int32_t;
 using TimeMs = std::int64_t;

@@ -56,7 +56,8 @@ class RadixTree {
   PrefixMatch find(const std::string& salt, TokenSpan tokens) const;
 
   // ---- keeping.
-  // References the path up to match.full_len, splitting a node there if need be; `match` stays valid.
+  // References the path up to match.full_len, splitting a node there if need be; keeps `match`
+  // valid.
   NodeRef pin(const std::string& salt, PrefixMatch& match);
   NodeRef pin_partial(const PrefixMatch& match);  // Requires: match.partial_len > 0
   bool can_take_partial(const PrefixMatch& match) const;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Requests come in: validated as a batch, ordered when the next plan sees them.
+#include <algorithm>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -9,10 +10,46 @@ namespace moorage {
 namespace {
 
 constexpr std::int64_t kMaxPriority = 1000;
-constexpr std::int32_t kMaxDraftTokens = 64;
+constexpr std::int64_t kMaxDraftTokens = 64;
+constexpr std::int64_t kMaxNewTokens = 1 << 30;
+// Room for tokens made at once, so that no step reallocates.
+constexpr std::int64_t kReservedOutputs = 4096;
 
 [[noreturn]] void reject(std::size_t index, const std::string& field, const std::string& why) {
   throw std::invalid_argument("specs[" + std::to_string(index) + "]." + field + ": " + why);
+}
+
+void require_range(std::size_t index, const char* field, std::int64_t value, std::int64_t low,
+                   std::int64_t high) {
+  if (value >= low && value <= high) return;
+  reject(index, field,
+         std::to_string(value) + " is not in [" + std::to_string(low) + ", " +
+             std::to_string(high) + "]");
+}
+
+void validate_tokens(std::size_t index, TokenSpan tokens) {
+  if (tokens.empty()) reject(index, "token_ids", "is empty; at least 1 token is needed");
+  const auto negative = std::ranges::find_if(tokens, [](TokenId token) { return token < 0; });
+  if (negative == tokens.end()) return;
+  reject(index, "token_ids[" + std::to_string(negative - tokens.begin()) + "]",
+         std::to_string(*negative) + " is negative");
+}
+
+// What could never run must not wait for ever.
+void validate_length(std::size_t index, const RequestSpec& spec, const SchedulerConfig& config) {
+  const auto prompt_len = static_cast<std::int64_t>(spec.token_ids.size());
+  const std::string sum = std::to_string(spec.max_new_tokens) + " + " +
+                          std::to_string(prompt_len) + " prompt tokens ";
+  if (spec.max_new_tokens > config.max_context_len - prompt_len) {
+    reject(index, "max_new_tokens",
+           sum + "exceed max_context_len " + std::to_string(config.max_context_len));
+  }
+  // The last token sampled needs no KV.
+  if (config.pages_of(prompt_len + spec.max_new_tokens - 1) > config.num_pages) {
+    reject(index, "max_new_tokens",
+           sum + "can never fit in num_pages " + std::to_string(config.num_pages) + " of " +
+               std::to_string(config.page_size) + " tokens");
+  }
 }
 
 }  // namespace
@@ -37,44 +74,19 @@ Request* Scheduler::find_request(RequestId id) const {
 void Scheduler::validate(std::span<const RequestSpec* const> specs) const {
   std::unordered_set<std::int64_t> seen;
   for (std::size_t i = 0; i < specs.size(); ++i) {
-    const RequestSpec& spec = *specs[i];
-    const std::string id = std::to_string(spec.request_id.value);
-    if (!spec.request_id.is_valid()) reject(i, "request_id", id + " is negative");
-    if (find_request(spec.request_id) != nullptr) reject(i, "request_id", id + " is in use");
-    if (!seen.insert(spec.request_id.value).second) {
-      reject(i, "request_id", id + " appears twice in the batch");
+    const RequestId id = specs[i]->request_id;
+    const std::string name = std::to_string(id.value);
+    if (!id.is_valid()) reject(i, "request_id", name + " is negative");
+    if (find_request(id) != nullptr) reject(i, "request_id", name + " is in use");
+    if (!seen.insert(id.value).second) {
+      reject(i, "request_id", name + " appears twice in the batch");
     }
-    if (spec.token_ids.empty()) reject(i, "token_ids", "is empty; at least 1 token is needed");
-    for (std::size_t t = 0; t < spec.token_ids.size(); ++t) {
-      if (spec.token_ids[t] >= 0) continue;
-      reject(i, "token_ids[" + std::to_string(t) + "]",
-             std::to_string(spec.token_ids[t]) + " is negative");
-    }
-    if (spec.max_new_tokens < 1) {
-      reject(i, "max_new_tokens", std::to_string(spec.max_new_tokens) + " is not >= 1");
-    }
-    if (spec.return_permille < 0 || spec.return_permille > 1000) {
-      reject(i, "expected_return", "is not in [0, 1]");
-    }
-    if (spec.num_draft_tokens < 0 || spec.num_draft_tokens > kMaxDraftTokens) {
-      reject(i, "num_draft_tokens", std::to_string(spec.num_draft_tokens) + " is not in [0, 64]");
-    }
-    if (spec.priority < -kMaxPriority || spec.priority > kMaxPriority) {
-      reject(i, "priority", std::to_string(spec.priority) + " is not in [-1000, 1000]");
-    }
-    const auto prompt_len = static_cast<std::int64_t>(spec.token_ids.size());
-    if (spec.max_new_tokens > config_.max_context_len - prompt_len) {
-      reject(i, "max_new_tokens",
-             std::to_string(spec.max_new_tokens) + " + " + std::to_string(prompt_len) +
-                 " prompt tokens exceed max_context_len " + std::to_string(config_.max_context_len));
-    }
-    // The last token sampled needs no KV.
-    if (config_.pages_of(prompt_len + spec.max_new_tokens - 1) > config_.num_pages) {
-      reject(i, "max_new_tokens",
-             std::to_string(spec.max_new_tokens) + " + " + std::to_string(prompt_len) +
-                 " prompt tokens can never fit in num_pages " + std::to_string(config_.num_pages) +
-                 " of " + std::to_string(config_.page_size) + " tokens");
-    }
+    validate_tokens(i, specs[i]->token_ids);
+    require_range(i, "max_new_tokens", specs[i]->max_new_tokens, 1, kMaxNewTokens);
+    require_range(i, "priority", specs[i]->priority, -kMaxPriority, kMaxPriority);
+    require_range(i, "expected_return", specs[i]->return_permille, 0, 1000);
+    require_range(i, "num_draft_tokens", specs[i]->num_draft_tokens, 0, kMaxDraftTokens);
+    validate_length(i, *specs[i], config_);
   }
 }
 
@@ -92,8 +104,8 @@ void Scheduler::submit(std::span<const RequestSpec* const> specs) {
     request->num_draft_tokens = spec.num_draft_tokens;
     request->prompt_len = static_cast<std::int32_t>(spec.token_ids.size());
     request->max_new_tokens = static_cast<std::int32_t>(spec.max_new_tokens);
-    request->tokens.reserve(spec.token_ids.size() +
-                            static_cast<std::size_t>(std::min<std::int64_t>(spec.max_new_tokens, 4096)));
+    request->tokens.reserve(spec.token_ids.size() + static_cast<std::size_t>(std::min(
+                                                         spec.max_new_tokens, kReservedOutputs)));
     request->tokens = spec.token_ids;
     waiting_.join(*request);
     arrivals_.push_back(request.get());

@@ -84,7 +84,8 @@ void Scheduler::plan_row(std::size_t index, std::int32_t len, bool is_prefill, P
   len = reserve(index, len, plan);
   if (len == 0) return;
   const bool samples = start + len >= request.prefill_end;
-  (is_prefill ? prefill_rows_ : decode_rows_).push_back({&request, start, len, samples, is_prefill});
+  auto& rows = is_prefill ? prefill_rows_ : decode_rows_;
+  rows.push_back({&request, start, len, samples, is_prefill});
   if (is_prefill) prefill_budget_ -= len;
   request.num_planned += len;
   request.num_steps_in_flight += 1;
@@ -180,7 +181,8 @@ void Scheduler::emit_row(const StepRow& row, Plan& plan) {
   plan.row_samples.push_back(row.samples ? 1 : 0);
   const std::int32_t base = kv.base_len();
   for (std::int32_t at = row.start; at < row.start + row.len; ++at) {
-    plan.input_ids.push_back(at < request.len() ? request.tokens[static_cast<std::size_t>(at)] : -1);
+    const auto index = static_cast<std::size_t>(at);
+    plan.input_ids.push_back(at < request.len() ? request.tokens[index] : -1);
     const PageId page = kv.tail[(at - base) / config_.page_size];
     plan.slot_mapping.push_back(page.value * config_.page_size + at % config_.page_size);
   }
