@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from appliance.cli_options import VERSION
 from appliance.docs import PAGES
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,3 +24,8 @@ def test_every_setting_route_and_metric_has_a_meaning() -> None:
         for line in PAGES[name]().splitlines():
             if line.startswith("| ") and not line.startswith("|---"):
                 assert line.rstrip("|").rsplit("|", 1)[1].strip(), line
+
+
+def test_the_version_is_the_distribution_s() -> None:
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION
