@@ -121,9 +121,6 @@ void Scheduler::commit_row(const StepRow& row, TokenSpan accepted, bool finished
     fire(request, PrefillDone{});
   }
   if (finished || (row.samples && request.num_outputs() >= request.max_new_tokens)) {
-    if (request.is<Prefilling>()) {
-      return fire(request, Fail{"finished before its prompt was computed"});
-    }
     publish_full_pages(request);
     return fire(request, Finish{});
   }

@@ -396,3 +396,19 @@ def test_drafts_give_way_when_the_budget_is_short() -> None:
     harness.commit()
     harness.run()
     assert all(job.outputs == harness.model.generate(job) for job in jobs)
+
+
+def test_an_illegal_event_fails_the_one_request_it_hits_with_both_names() -> None:
+    harness = make_harness()
+    other = harness.submit([1, 2], 6)
+    harness.step()
+    job = harness.submit(random_tokens(random.Random(0), 60), 2)
+    plan = harness.plan()
+    harness.flights[0].finished[plan.row_request_ids.tolist().index(job.request_id)] = 1
+    harness.over.add(job.request_id)
+    (ended,) = harness.commit()
+    assert (ended.request_id, ended.status) == (job.request_id, "failed")
+    assert ended.message == "illegal event Finish in state Prefilling"
+    harness.check()
+    harness.run()
+    assert other.outputs == harness.model.generate(other)
