@@ -71,8 +71,10 @@ def mla_decode_kernel(
         for j in tl.range(tile, stop, num_stages=STAGES):
             base = kv + page.to(tl.int64) * page_stride
             page = tl.load(pages + tl.minimum(j + 1, stop - 1))
-            k_d = tl.load(base + t[:, None] * (D + R) + d[None, :])
-            k_e = tl.load(base + t[:, None] * (D + R) + D + e[None, :])
+            # A page's unused tokens may hold anything, and 0 * NaN would reach the output.
+            real = (j * TILE + t < seq_len)[:, None]
+            k_d = tl.load(base + t[:, None] * (D + R) + d[None, :], mask=real, other=0.0)
+            k_e = tl.load(base + t[:, None] * (D + R) + D + e[None, :], mask=real, other=0.0)
             s = tl.dot(q_d, k_d.T)
             s = tl.dot(q_e, k_e.T, s)
             s = s * scale_log2

@@ -160,12 +160,35 @@ def _produce(
 
 
 @gluon.jit
+def _clear_tail(tile, valid, TILE: gl.constexpr):
+    """Zero the rows of a stage from `valid` on: 0 * NaN would reach the output through P V."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    row = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
+    tile.store(gl.where((row < valid)[:, None], tile.load(layout), 0.0))
+
+
+@gluon.jit
 def _issue_scores(
-    q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step, STAGES: gl.constexpr
+    q_lo,
+    q_hi,
+    q_rope,
+    kv_lo,
+    kv_hi,
+    kv_rope,
+    kv_full,
+    zero,
+    step,
+    valid,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """Wait for the stage of tile `step` and start S = Q K^T of it."""
+    """Wait for the stage of tile `step`, of which `valid` tokens exist, and start S = Q K^T."""
     stage = step % STAGES
     mbarrier.wait(kv_full.index(stage), (step // STAGES) & 1)
+    if valid < TILE:
+        _clear_tail(kv_lo.index(stage), valid, TILE)
+        _clear_tail(kv_hi.index(stage), valid, TILE)
+        hopper.fence_async_shared()
     k_rope = kv_rope.index(stage).permute([1, 0])
     k_lo = kv_lo.index(stage).permute([1, 0])
     k_hi = kv_hi.index(stage).permute([1, 0])
@@ -257,14 +280,26 @@ def _score(
     zero = gl.zeros([64, TILE], gl.float32, layout=layout)
     while remaining > 0:
         # Row 0 sees least: tiles before its limit need no mask.
-        first_limit = gl.load(seq_lens + b) - Q_LEN + 1
+        seq_len = gl.load(seq_lens + b)
+        first_limit = seq_len - Q_LEN + 1
         limit = first_limit + rows // H
         m_i = gl.full([64], float("-inf"), gl.float32, layout=row_layout)
         l_i = gl.zeros([64], gl.float32, layout=row_layout)
         mbarrier.wait(q_full, segment & 1)
         for j in range(tile, stop):
             pending = _issue_scores(
-                q_lo, q_hi, q_rope, kv_lo, kv_hi, kv_rope, kv_full, zero, step, STAGES
+                q_lo,
+                q_hi,
+                q_rope,
+                kv_lo,
+                kv_hi,
+                kv_rope,
+                kv_full,
+                zero,
+                step,
+                seq_len - j * TILE,
+                TILE,
+                STAGES,
             )
             s = hopper.warpgroup_mma_wait(0, deps=[pending])
             m_i, l_i = _hand_over(

@@ -57,6 +57,13 @@ class MlaCase:
 
     def set_lens(self, lens: list[int]) -> None:
         self.lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        # Tokens of nobody hold NaN: reading one would show.
+        self.pool.fill_(float("nan"))
+        for slot, length in zip(self.slots.tolist(), lens, strict=True):
+            pages = self.table[slot, : -(-length // PAGE)].long()
+            values = torch.randn(len(pages) * PAGE, LATENT + ROPE, device="cuda")
+            values[length:] = float("nan")
+            self.pool[pages] = values.view(-1, PAGE, LATENT + ROPE).to(torch.bfloat16)
         self.workspace.partial_out.fill_(float("nan"))
         self.workspace.partial_lse.fill_(float("nan"))
 

@@ -34,12 +34,17 @@ def check_mla(seq_lens: list[int], q_len: int, heads: int, parts: int) -> None:
     most = max(1, max(-(-n // page) for n in seq_lens))
     num_pages = rows * most + 3
     # A page stride larger than a page, as in a pool that holds several layers.
-    pool = torch.randn(num_pages, 2, page, latent + rope)
+    # Tokens of nobody hold NaN: reading one would show.
+    pool = torch.full((num_pages, 2, page, latent + rope), float("nan"))
     order = torch.randperm(num_pages)[: rows * most].to(torch.int32)
     page_table = torch.zeros(rows + 2, most, dtype=torch.int32)
     slots = torch.randperm(rows + 2)[:rows].to(torch.int32)
     page_table[slots.long()] = order.view(rows, most)
     lens = torch.tensor(seq_lens, dtype=torch.int32)
+    for slot, length in zip(slots.tolist(), seq_lens, strict=True):
+        for at in range(0, length, page):
+            real = torch.randn(min(page, length - at), latent + rope)
+            pool[page_table[slot, at // page], 1, : len(real)] = real
     q = torch.randn(rows * q_len, heads, latent + rope)
     workspace = make_mla_workspace(
         max_rows=rows + 1,
