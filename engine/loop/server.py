@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -46,16 +47,18 @@ class Vocabulary:
 
 
 class WakeSignal:
-    """Wakes a poll from any thread or signal handler."""
+    """Wakes a poll from any thread or signal handler; a worker may outlive the poll."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_open = True
+        self._lock = threading.RLock()  # a signal handler may come while its thread holds it
 
     def set(self) -> None:
-        """Wake the poll, now or at its next start."""
-        # Closed: a worker that outlived the engine has nobody to wake.
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self.fd, 1)
+        """Wake the poll, now or at its next start; nothing once closed."""
+        with self._lock:
+            if self._is_open:
+                os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         """Sleep again."""
@@ -64,8 +67,9 @@ class WakeSignal:
 
     def close(self) -> None:
         """Give the descriptor back."""
-        fd, self.fd = self.fd, -1
-        os.close(fd)
+        with self._lock:
+            self._is_open = False
+            os.close(self.fd)
 
 
 class EngineServer:

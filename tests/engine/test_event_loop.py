@@ -14,6 +14,7 @@ import zmq
 
 from engine import api
 from engine.client import EngineClient
+from engine.loop.server import WakeSignal
 from engine.sampling.params import RowSampling, uniform
 from engine.sampling.sampler import draw
 from engine.transport import decode_outputs, encode_input, endpoint, pack_ids
@@ -567,3 +568,11 @@ def test_cache_questions_and_kv_events_tell_what_the_tree_holds(tmp_path: Path) 
         await asyncio.gather(watcher, return_exceptions=True)
 
     serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def test_a_worker_that_outlives_the_engine_wakes_nobody() -> None:
+    wake = WakeSignal()
+    wake.set()
+    wake.clear()
+    wake.close()
+    wake.set()
