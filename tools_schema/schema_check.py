@@ -42,7 +42,10 @@ def check_schema(schema: object, param: str) -> dict[str, Any] | bool:
     except jsonschema_rs.ValidationError as error:
         path = param + json_path(error.instance_path)
         raise InvalidSchemaError(
-            param=path, message=f"not valid JSON Schema: {error.message}", hint=_hint(schema)
+            param=path,
+            message=f"not valid JSON Schema: {error.message}",
+            value=error.instance,
+            hint=_hint(schema),
         ) from None
     except (jsonschema_rs.ReferencingError, ValueError) as error:
         raise InvalidSchemaError(
