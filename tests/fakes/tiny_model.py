@@ -68,8 +68,8 @@ def _weights(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
-        drawn: torch.Tensor = torch.randn((rows, columns), generator=generator)
-        return drawn * (scale / columns**0.5)
+        values: torch.Tensor = torch.randn((rows, columns), generator=generator)
+        return values.mul_(scale / columns**0.5)
 
     hidden, ffn, kv = 64, 128, 32
     weights = {
