@@ -36,9 +36,9 @@ def _mla(sweep: bool) -> Iterator[dict[str, Any]]:
 
 def _moe(sweep: bool) -> Iterator[dict[str, Any]]:
     for fmt in ("nvfp4", "mxfp4", "mxint4"):
-        yield from moe_bench.check(fmt, [1, 3, 16, 64, 301] if fmt == "nvfp4" else [2, 33])
+        yield from moe_bench.check(fmt, [1, 3, 16, 64, 301, 512] if fmt == "nvfp4" else [2, 33])
     copies = [moe_bench.make_weights("nvfp4") for _ in range(4)]
-    for num_tokens in (1, 2, 4, 8, 16, 32, 64, 256, 1024):
+    for num_tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096):
         yield moe_bench.bench(copies, num_tokens, None)
     if not sweep:
         return

@@ -52,12 +52,12 @@ def tiles_for(num_tokens: int, top_k: int, num_experts: int) -> MoeTiles:
         # Few programs: half tiles, so that each multiprocessor has enough warps.
         tile = GemmTile(nm=1, kc=2, stages=4, warps=2, slices=2)
         return MoeTiles(tokens=16, first=tile, second=tile)
-    if mean <= 48:
+    if mean <= 26:
         first = GemmTile(nm=1, kc=2, stages=3, warps=2)
         second = GemmTile(nm=1, kc=2, stages=2, warps=2)
         return MoeTiles(tokens=16 if mean <= 12 else 32, first=first, second=second)
     tile = GemmTile(nm=2, kc=1, stages=3, warps=4)
-    return MoeTiles(tokens=128, first=tile, second=tile)
+    return MoeTiles(tokens=64 if mean <= 56 else 128, first=tile, second=tile)
 
 
 def _pdl(enabled: bool) -> dict[str, Any]:

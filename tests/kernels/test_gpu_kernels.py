@@ -129,7 +129,7 @@ def _weights(fmt: str) -> tuple[TiledW4, TiledW4]:
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxint4"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 33, 100, 700])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 33, 100, 200, 700])
 def test_moe_layer_agrees_with_the_reference(fmt: str, num_tokens: int) -> None:
     from kernels.triton import moe
 
