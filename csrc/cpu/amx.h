@@ -94,11 +94,9 @@ struct PackedKeys {
 void pack_keys(const KvLayer& kv, const int32_t* pages, int kv_head, int begin, int seq_len,
                const PackedKeys& out);
 
-// Up to 32 query tokens of one row against one KV head, all query heads of its group.
+// Up to 32 query tokens of one row and one head against the row's keys.
 struct AttendBlock {
-  const uint16_t* query = nullptr;  // first token of the group's first head: [heads][tokens][D]
-  size_t head_stride = 0;           // elements between heads
-  int group = 0;
+  const uint16_t* query = nullptr;  // [tokens][D], 32 rows may be read
   int head_dim = 0;
   int num_queries = 0;
   int first_position = 0;           // index in the row's keys of the first query token
@@ -106,7 +104,7 @@ struct AttendBlock {
   uint16_t* out = nullptr;          // A tiles [tokens, heads * D]
   int out_k_tiles = 0;
   int out_token = 0;                // of the first query
-  int out_head = 0;                 // of the group's first head
+  int out_head = 0;
 };
 void attend_block(const AttendBlock& block);
 

@@ -98,8 +98,9 @@ struct KeyRun {
 };
 
 // scores of two key tiles = Q K^T.
-inline void multiply_keys(const AttendBlock& block, const uint16_t* query, const KeyRun& run,
-                          int tile, HeadState& state) {
+inline void multiply_keys(const AttendBlock& block, const KeyRun& run, int tile,
+                          HeadState& state) {
+  const uint16_t* query = block.query;
   const int steps = block.head_dim / 32;
   const long row_stride = static_cast<long>(block.head_dim) * 2;
   const Operand a{query, query + static_cast<size_t>(kTileRows) * block.head_dim, row_stride, 32};
@@ -142,7 +143,6 @@ inline void multiply_values(const AttendBlock& block, const KeyRun& run, int til
 // block after. The vector units do the one while the tiles do the other.
 struct TileWork {
   const AttendBlock& block;
-  const uint16_t* query;
   HeadState& state;
   KeyRun before;  // num_tiles 0: none
   KeyRun after;   // num_tiles 0: none
@@ -158,7 +158,7 @@ struct TileWork {
       return true;
     }
     if (key_tiles_done < after.num_tiles) {
-      multiply_keys(block, query, after, key_tiles_done, state);
+      multiply_keys(block, after, key_tiles_done, state);
       key_tiles_done += 2;
       return true;
     }
@@ -239,14 +239,14 @@ inline void soften_row(TileWork& work, const KeyRun& run, int row, int visible) 
   }
 }
 
-inline void write_row(const AttendBlock& block, const HeadState& state, int row, int head) {
+inline void write_row(const AttendBlock& block, const HeadState& state, int row) {
   const float* from = state.out + (row / kTileRows) * (kMaxHeadDim / 16) * 256 +
                       (row % kTileRows) * 16;
   const float total = _mm512_reduce_add_ps(_mm512_load_ps(state.total + row * 16));
   const __m512 inverse = _mm512_set1_ps(1.0F / total);
   const int token = block.out_token + row;
   const size_t first_tile = static_cast<size_t>(token / kTileRows) * block.out_k_tiles +
-                            static_cast<size_t>(head) * block.head_dim / 32;
+                            static_cast<size_t>(block.out_head) * block.head_dim / 32;
   uint16_t* to = block.out + first_tile * kTileElements + (token % kTileRows) * 32;
   for (int d = 0; d < block.head_dim / 32; ++d) {
     const __m512 low = _mm512_mul_ps(_mm512_load_ps(from + 2 * d * 256), inverse);
@@ -283,33 +283,6 @@ void soften_block(TileWork& work, const KeyRun& run) {
   work.state.is_fresh = false;
 }
 
-void attend_head(const AttendBlock& block, const uint16_t* query, int head, HeadState& state) {
-  const int dim_tiles = block.head_dim / 16;
-  const int end = block.first_position + block.num_queries;
-  for (int m = 0; m < 2; ++m) {
-    __builtin_memset(state.out + m * (kMaxHeadDim / 16) * 256, 0,
-                     sizeof(float) * static_cast<size_t>(dim_tiles) * 256);
-  }
-  __builtin_memset(state.total, 0, sizeof(state.total));
-  for (int row = 0; row < kBlockQueries; ++row) state.base[row] = 0.0F;
-  state.is_fresh = true;
-  publish_stores();
-  KeyRun before;
-  KeyRun now = run_at(0, end, 0);
-  for (int tile = 0; tile < now.num_tiles; tile += 2) multiply_keys(block, query, now, tile, state);
-  while (now.num_tiles > 0) {
-    const KeyRun after = run_at(now.begin + kBlockKeys, end, now.turn ^ 1);
-    TileWork work{block, query, state, before, after};
-    publish_stores();
-    soften_block(work, now);
-    before = now;
-    now = after;
-  }
-  for (int tile = 0; tile < dim_tiles; tile += 2) multiply_values(block, before, tile, state);
-  publish_stores();
-  for (int row = 0; row < block.num_queries; ++row) write_row(block, state, row, head);
-}
-
 }  // namespace
 
 void pack_keys(const KvLayer& kv, const int32_t* pages, int kv_head, int begin, int seq_len,
@@ -332,10 +305,30 @@ void pack_keys(const KvLayer& kv, const int32_t* pages, int kv_head, int begin, 
 
 void attend_block(const AttendBlock& block) {
   HeadState state;
-  for (int j = 0; j < block.group; ++j) {
-    attend_head(block, block.query + static_cast<size_t>(j) * block.head_stride, block.out_head + j,
-                state);
+  const int dim_tiles = block.head_dim / 16;
+  const int end = block.first_position + block.num_queries;
+  for (int m = 0; m < 2; ++m) {
+    __builtin_memset(state.out + m * (kMaxHeadDim / 16) * 256, 0,
+                     sizeof(float) * static_cast<size_t>(dim_tiles) * 256);
   }
+  __builtin_memset(state.total, 0, sizeof(state.total));
+  for (int row = 0; row < kBlockQueries; ++row) state.base[row] = 0.0F;
+  state.is_fresh = true;
+  publish_stores();
+  KeyRun before;
+  KeyRun now = run_at(0, end, 0);
+  for (int tile = 0; tile < now.num_tiles; tile += 2) multiply_keys(block, now, tile, state);
+  while (now.num_tiles > 0) {
+    const KeyRun after = run_at(now.begin + kBlockKeys, end, now.turn ^ 1);
+    TileWork work{block, state, before, after};
+    publish_stores();
+    soften_block(work, now);
+    before = now;
+    now = after;
+  }
+  for (int tile = 0; tile < dim_tiles; tile += 2) multiply_values(block, before, tile, state);
+  publish_stores();
+  for (int row = 0; row < block.num_queries; ++row) write_row(block, state, row);
 }
 
 }  // namespace moorage::cpu::amx

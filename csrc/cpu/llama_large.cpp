@@ -7,7 +7,7 @@
 //   norm       16-token tiles                     A tiles of the normed residual
 //   qkv        rope pairs of 2 x 16 columns       queries; K and V into the pool
 //   pack       (row, 32 keys)                     B tiles of the row's K and V
-//   attention  (KV head, 32 queries of a row)     A tiles of the attended rows
+//   attention  (head, 32 queries of a row)        A tiles of the attended rows
 //   attn_out   32 columns                         residual +=
 //   norm       16-token tiles                     A tiles
 //   gate_up    16 columns of gate and of up       A tiles of the activation

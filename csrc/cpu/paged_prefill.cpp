@@ -60,22 +60,20 @@ void PagedPrefill::pack(const KvLayer& kv, int item) const {
 
 void PagedPrefill::attend(int item, uint16_t* out) const {
   const int num_blocks = static_cast<int>(blocks_.size());
-  const int kv_head = item / num_blocks;
+  const int head = item / num_blocks;
   const QueryBlock& from = blocks_[item % num_blocks];
   const RowSpan& row = spans_[from.span];
   const int token = row.first_token + from.first;
   amx::AttendBlock block;
-  block.group = shape_.num_heads / shape_.num_kv_heads;
   block.head_dim = shape_.head_dim;
-  block.head_stride = head_stride_;
-  block.query = query(kv_head * block.group, token);
+  block.query = query(head, token);
   block.num_queries = from.count;
   block.first_position = row.kv_len - row.num_tokens + from.first;
-  block.kv = keys_of(kv_head, from.span);
+  block.kv = keys_of(head / (shape_.num_heads / shape_.num_kv_heads), from.span);
   block.out = out;
   block.out_k_tiles = shape_.num_heads * shape_.head_dim / kTileCols;
   block.out_token = token;
-  block.out_head = kv_head * block.group;
+  block.out_head = head;
   amx::attend_block(block);
 }
 

@@ -41,7 +41,7 @@ class PagedPrefill {
   void pack(const KvLayer& kv, int item) const;
 
   // Writes A tiles [tokens, heads * D].
-  int num_attend_items() const { return static_cast<int>(blocks_.size()) * shape_.num_kv_heads; }
+  int num_attend_items() const { return static_cast<int>(blocks_.size()) * shape_.num_heads; }
   void attend(int item, uint16_t* out) const;
 
  private:
