@@ -16,6 +16,7 @@ REFERENCE_MODULES = (
     "activation",
     "attention",
     "bitmask",
+    "draw",
     "linear",
     "llama",
     "mla",
