@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +135,15 @@ def appliance() -> Iterator[Appliance]:
             yield running
         finally:
             running.stop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the end of the appliance's log beside a failure."""
+    report = yield
+    running = item.funcargs.get("appliance")
+    if report.failed and isinstance(running, Appliance):
+        report.sections.append(("the appliance's log", running.log.read_text()[-4000:]))
+    return report
