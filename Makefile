@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: default install demo test test-py test-cpp lint fmt serve bench clean
+.PHONY: default install demo test test-py test-cpp fuzz lint fmt serve bench clean
 default: lint test-py
 
 install:
@@ -34,3 +34,6 @@ bench: install
 
 clean:
 	rm -rf .venv build
+
+fuzz: install
+	@scripts/fuzz
