@@ -78,6 +78,8 @@ def set_thread_environment(config: EngineConfig) -> None:
     num_threads = config.num_threads or len(os.sched_getaffinity(0))
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[name] = str(num_threads)
+    # Idle OpenMP threads would spin on the cores that the decoder's own threads need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
