@@ -23,6 +23,7 @@ from engine.weights.source import DEFAULT_MODEL, resolve_model
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
 WEIGHT_FORMATS = ("auto", "dequantized", "packed")
 # sockaddr_un.sun_path holds 108 bytes with its terminator (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107
@@ -69,6 +70,8 @@ class EngineConfig:
     """Activations and KV: auto | float32 | bfloat16."""
     weights: str = "auto"
     """auto | dequantized (to `dtype`) | packed (kept in the checkpoint's low-bit blocks)."""
+    device: str = "auto"
+    """auto (a GPU where there is one and the model has kernels for it) | cpu | cuda."""
     num_threads: int = 0
     """Compute threads; 0: the cores this process may use; count."""
     page_size: int = 64
@@ -163,6 +166,7 @@ def _model_problems(config: EngineConfig) -> Iterator[ConfigError]:
         ("load_format", LOAD_FORMATS),
         ("dtype", DTYPES),
         ("weights", WEIGHT_FORMATS),
+        ("device", DEVICES),
     ):
         value = getattr(config, name)
         if value not in allowed:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 # (limit, usage, statistics, name of the reclaimable part in those)
 _CGROUPS = (
     (
@@ -42,6 +44,13 @@ def free_host_bytes(root: Path = Path("/")) -> int:
             reclaimable = _stat(root / stat_name, reclaimable_name)
             bounds.append(max(0, limit - max(0, used - reclaimable)))
     return min(bounds)
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that nobody holds, torch's own unused cache included."""
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return free_bytes
 
 
 def _available(meminfo: Path) -> int:

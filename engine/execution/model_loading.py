@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a configuration to a model in memory: which file, which dtype, which weight form.
+"""From a configuration to a model in memory: which file, device, dtype and form of weights.
 
 Does not know: KV pools, steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +19,20 @@ from engine.models.model import LoadOptions, PagedModel
 from engine.models.registry import Architecture, architecture, architecture_of
 from engine.weights.gguf import open_gguf
 from engine.weights.gguf_weights import GgufWeights
-from engine.weights.quantized import open_hf_weights
+from engine.weights.quantized import declared_w4_format, open_hf_weights
 from engine.weights.reader import RandomWeights, WeightReader
 from engine.weights.source import ModelKind, ModelSource, resolve_model
 from kernels.registry import REGISTRY, Priority
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GPU_PAGE_SIZE = 64  # what attention kernels on GPUs take: a tile of keys is a page
 _KIND_OF_FORMAT = {"gguf": ModelKind.GGUF, "safetensors": ModelKind.HF}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
     model: PagedModel
+    device: torch.device
     dtype_name: str  # of activations and KV: float32 | bfloat16
     weights_name: str  # packed | dequantized
     max_context_len: int
@@ -37,12 +40,22 @@ class LoadedModel:
     weights_fingerprint: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A checkpoint whose configuration is read, and none of its weights."""
+
+    kind: Architecture
+    decoder: Any
+    block_format: str | None  # low-bit form that a kernel may take: gguf | nvfp4 | mxfp4 | mxint4
+    open_reader: Callable[[torch.device], WeightReader]
+
+
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load the weights a configuration names.
 
     Raises:
         ModelError: the model is missing, damaged or not supported.
-        ConfigError: `load_format` or `max_context_len` does not fit the model.
+        ConfigError: a setting does not fit the model or the machine.
     """
     source = resolve_model(config.model)
     expected = _KIND_OF_FORMAT.get(config.load_format)
@@ -50,23 +63,20 @@ def load_model(config: EngineConfig) -> LoadedModel:
         raise ConfigError(
             "engine.load_format", config.load_format, f"what {source.path} is: {source.kind}"
         )
-    kind, decoder, reader = _open(source, is_dummy=config.load_format == "dummy")
-    max_context_len = config.max_context_len or decoder.max_context_len
-    if max_context_len > decoder.max_context_len:
-        raise ConfigError(
-            "engine.max_context_len",
-            config.max_context_len,
-            f"up to {decoder.max_context_len}, what the model was trained for",
-        )
-    dtype_name, keep_packed = choose_precision(config, source)
+    opened = _open(source, is_dummy=config.load_format == "dummy")
+    max_context_len = _context_len(config, opened.decoder.max_context_len)
+    device = choose_device(config, opened.kind)
+    dtype_name, keep_packed = _choose_precision(config, source, device.type, opened)
     options = LoadOptions(
         dtype=_DTYPES[dtype_name],
         keep_packed=keep_packed,
         max_positions=max_context_len,
         max_rows=config.max_slots,
+        device=device,
     )
     return LoadedModel(
-        model=kind.model.load(decoder, reader, options),
+        model=opened.kind.model.load(opened.decoder, opened.open_reader(device), options),
+        device=device,
         dtype_name=dtype_name,
         weights_name="packed" if keep_packed else "dequantized",
         max_context_len=max_context_len,
@@ -75,25 +85,57 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
 
 
-def choose_precision(config: EngineConfig, source: ModelSource) -> tuple[str, bool]:
-    """(dtype name, whether weights stay in their low-bit blocks) after resolving `auto`.
+def _context_len(config: EngineConfig, trained_len: int) -> int:
+    if config.max_context_len > trained_len:
+        raise ConfigError(
+            "engine.max_context_len",
+            config.max_context_len,
+            f"up to {trained_len}, what the model was trained for",
+        )
+    return config.max_context_len or trained_len
 
-    `auto` is bfloat16 with packed weights where a compiled kernel runs the whole decoder, else
-    float32 with dequantised weights: the plain kernels would expand blocks at every step.
+
+def choose_device(config: EngineConfig, kind: Architecture) -> torch.device:
+    """Where the model runs after resolving `auto`.
+
+    Raises:
+        ConfigError: there is no such device, or the model or another setting does not go with it.
+    """
+    name = config.device
+    if name == "auto":
+        fits = "cuda" in kind.devices and config.page_size == GPU_PAGE_SIZE
+        name = "cuda" if fits and torch.cuda.is_available() else "cpu"
+    if name not in kind.devices:
+        raise ConfigError("engine.device", name, f"auto | {' | '.join(kind.devices)}: this model's")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device", name, "auto | cpu, as torch finds no GPU")
+    if name == "cuda" and config.page_size != GPU_PAGE_SIZE:
+        raise ConfigError("engine.page_size", config.page_size, f"{GPU_PAGE_SIZE} on a GPU")
+    return torch.device(name)
+
+
+def _choose_precision(
+    config: EngineConfig, source: ModelSource, device: str, opened: _Opened
+) -> tuple[str, bool]:
+    """(dtype name, whether weights stay in their low-bit form) after resolving `auto`.
+
+    On a CPU `auto` is bfloat16 with packed weights where a compiled kernel runs the whole decoder,
+    else float32 with dequantised weights: the plain kernels would expand blocks at every step. On
+    a GPU it is bfloat16, with packed weights where the checkpoint has a 4-bit format.
 
     Raises:
         ConfigError: a setting does not go with the checkpoint or with `deterministic`.
     """
-    has_blocks = source.kind is ModelKind.GGUF and config.load_format != "dummy"
+    is_gguf = opened.block_format == "gguf"
+    has_blocks = is_gguf if device == "cpu" else not is_gguf and opened.block_format is not None
     if config.weights == "packed" and not has_blocks:
+        kinds = "no GGUF file" if device == "cpu" else "no checkpoint in 4 bits"
         raise ConfigError(
-            "engine.weights",
-            config.weights,
-            f"auto | dequantized, as {source.path} is no GGUF file",
+            "engine.weights", config.weights, f"auto | dequantized, as {source.path} is {kinds}"
         )
     if config.deterministic:
         return _deterministic_precision(config)
-    is_fast = has_compiled_decoder()
+    is_fast = device != "cpu" or (opened.kind.has_fused_decoder and has_compiled_decoder())
     dtype_name = config.dtype
     if dtype_name == "auto":
         dtype_name = "bfloat16" if is_fast else "float32"
@@ -122,13 +164,28 @@ def _deterministic_precision(config: EngineConfig) -> tuple[str, bool]:
     return "float32", False
 
 
-def _open(source: ModelSource, is_dummy: bool) -> tuple[Architecture, Any, WeightReader]:
-    """Who loads the model, its configuration, and its weights."""
+def _open(source: ModelSource, is_dummy: bool) -> _Opened:
     if source.kind is ModelKind.HF:
-        kind = architecture_of(source.path)
-        decoder = kind.read_config(source.path)
-        return kind, decoder, RandomWeights() if is_dummy else open_hf_weights(source.path)
+        kind, block_format = architecture_of(source.path), declared_w4_format(source.path)
+
+        def open_reader(device: torch.device) -> WeightReader:
+            if is_dummy:
+                return RandomWeights(device, block_format)
+            return open_hf_weights(source.path)
+
+        return _Opened(
+            kind=kind,
+            decoder=kind.read_config(source.path),
+            block_format=block_format,
+            open_reader=open_reader,
+        )
     file = open_gguf(source.path)
     llama = decoder_config_from_gguf(file.metadata, file.tensors)
-    reader = RandomWeights() if is_dummy else GgufWeights(file, llama.head_dim)
-    return architecture(llama.architecture), llama, reader
+    return _Opened(
+        kind=architecture(llama.architecture),
+        decoder=llama,
+        block_format=None if is_dummy else "gguf",
+        open_reader=lambda device: (
+            RandomWeights(device) if is_dummy else GgufWeights(file, llama.head_dim)
+        ),
+    )

@@ -16,7 +16,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.execution.batch import ForwardBatch
-from engine.execution.memory import free_host_bytes
+from engine.execution.device_runner import DeviceModelRunner
+from engine.execution.memory import free_device_bytes, free_host_bytes
 from engine.execution.model_loading import LoadedModel, has_compiled_decoder, load_model
 from engine.models.model import PagedModel, StepRows
 from kernels.errors import KernelInputError
@@ -27,6 +28,8 @@ from kvtiers.layout import KvLayout
 
 logger = logging.getLogger(__name__)
 
+# The rest is for activations, expanded prefixes of a prefill, and graphs.
+GPU_POOL_SHARE = 0.85
 _WARM_UP_TOKENS = 32  # beyond what kernels take for a decode step
 
 
@@ -126,7 +129,7 @@ class PagedModelRunner:
         return torch.where(is_pending, self.next_input_ids[token_slots], batch.input_ids)
 
 
-def build_model_runner(config: EngineConfig) -> PagedModelRunner:
+def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRunner:
     """Load the model a configuration names and give it a KV pool.
 
     Raises:
@@ -137,32 +140,62 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner:
     started = time.monotonic()
     use_threads(config.num_threads or len(os.sched_getaffinity(0)))
     loaded = load_model(config)
-    model = loaded.model
-    layout = model.kv_layout(config.page_size, loaded.dtype_name)
+    layout = loaded.model.kv_layout(config.page_size, loaded.dtype_name)
+    build = _host_runner if loaded.device.type == "cpu" else _device_runner
+    runner = build(config, loaded, layout)
+    runner.warm_up()
+    logger.info(
+        "model ready: %s device=%s dtype=%s weights=%s kv_pages=%d page_size=%d load_s=%.2f",
+        loaded.source_name,
+        loaded.device,
+        loaded.dtype_name,
+        loaded.weights_name,
+        runner.num_pages,
+        config.page_size,
+        time.monotonic() - started,
+    )
+    return runner
+
+
+def _host_runner(config: EngineConfig, loaded: LoadedModel, layout: KvLayout) -> PagedModelRunner:
     num_pages = count_pages(
         DevicePoolConfig(pool_tokens=config.kv_pool_tokens),
         layout,
         free_bytes=free_host_bytes(),
         max_context_len=loaded.max_context_len,
     )
-    runner = PagedModelRunner(
-        model,
-        DevicePool(layout, num_pages, torch.device("cpu")),
+    return PagedModelRunner(
+        loaded.model,
+        DevicePool(layout, num_pages, loaded.device),
         max_slots=config.max_slots,
         max_context_len=loaded.max_context_len,
         model_fingerprint=_fingerprint(loaded, layout),
     )
-    runner.warm_up()
-    logger.info(
-        "model ready: %s dtype=%s weights=%s kv_pages=%d page_size=%d load_s=%.2f",
-        loaded.source_name,
-        loaded.dtype_name,
-        loaded.weights_name,
-        num_pages,
-        config.page_size,
-        time.monotonic() - started,
+
+
+def _device_runner(
+    config: EngineConfig, loaded: LoadedModel, layout: KvLayout
+) -> DeviceModelRunner:
+    """The pool takes what weights left free, less what steps need at their largest."""
+    num_pages = count_pages(
+        DevicePoolConfig(
+            pool_tokens=config.kv_pool_tokens,
+            free_share=GPU_POOL_SHARE,
+            max_auto_bytes=1 << 50,
+        ),
+        layout,
+        free_bytes=free_device_bytes(loaded.device),
+        max_context_len=loaded.max_context_len,
     )
-    return runner
+    return DeviceModelRunner(
+        loaded.model,
+        DevicePool(layout, num_pages + 1, loaded.device),
+        max_slots=config.max_slots,
+        max_tokens=config.token_budget,
+        max_context_len=loaded.max_context_len,
+        model_fingerprint=_fingerprint(loaded, layout),
+        eager=config.eager,
+    )
 
 
 def count_prefill_rows(row_indptr: torch.Tensor) -> int:

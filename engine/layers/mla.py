@@ -89,15 +89,20 @@ def _prefill(
     softmax_scale: float,
 ) -> torch.Tensor:
     cut = rows.num_prefill_rows
+    slots, indptr, lens = rows.prefill_on_host or (
+        rows.row_slots[:cut],
+        rows.row_indptr[: cut + 1],
+        rows.seq_lens[:cut],
+    )
     return mla_prefill(
         q_THD,
         weights.w_uk,
         weights.w_uv,
         kv_pool_layer,
         rows.page_table,
-        rows.row_slots[:cut],
-        rows.row_indptr[: cut + 1],
-        rows.seq_lens[:cut],
+        slots,
+        indptr,
+        lens,
         softmax_scale,
     )
 

@@ -33,6 +33,9 @@ class StepRows(PagedRows):
 
     num_prefill_rows: int
     num_prefill_tokens: int
+    # Slots, indptr and lengths of the prefill rows once more, on the host: a kernel that needs
+    # them there must not wait for the device. None: those above are on the host.
+    prefill_on_host: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
 class PagedModel(Protocol):

@@ -24,10 +24,16 @@ class Architecture:
 
     model: Any  # a class with `load(config, reader, options) -> PagedModel`
     read_config: Callable[[Path], Any]
+    devices: tuple[str, ...] = ("cpu",)
+    has_fused_decoder: bool = False  # the op llama_forward runs all of it
 
 
-_LLAMA = Architecture(model=llama.EntryClass, read_config=decoder_config_from_hf)
-_DEEPSEEK = Architecture(model=deepseek.EntryClass, read_config=deepseek_config_from_hf)
+_LLAMA = Architecture(
+    model=llama.EntryClass, read_config=decoder_config_from_hf, has_fused_decoder=True
+)
+_DEEPSEEK = Architecture(
+    model=deepseek.EntryClass, read_config=deepseek_config_from_hf, devices=("cpu", "cuda")
+)
 _ARCHITECTURES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,

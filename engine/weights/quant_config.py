@@ -29,6 +29,14 @@ _WANTED_WEIGHTS: dict[str, dict[str, object]] = {
     "mxfp4-pack-quantized": {"num_bits": 4, "type": "float", "group_size": GROUP_LEN},
     "pack-quantized": {"num_bits": 4, "type": "int", "group_size": GROUP_LEN},
 }
+# int4 is mxint4 where its scales are powers of two; a loader finds that out per tensor.
+W4_FORMAT_OF_LAYOUT = {
+    "modelopt_nvfp4": "nvfp4",
+    "packed_nvfp4": "nvfp4",
+    "packed_mxfp4": "mxfp4",
+    "fused_mxfp4": "mxfp4",
+    "packed_int4": "mxint4",
+}
 _LAYOUT_OF_FORMAT = {
     "nvfp4-pack-quantized": "packed_nvfp4",
     "mxfp4-pack-quantized": "packed_mxfp4",

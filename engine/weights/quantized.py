@@ -12,7 +12,12 @@ from pathlib import Path
 import torch
 
 from engine.weights.hf import HfWeights
-from engine.weights.quant_config import QuantScheme, quant_scheme, read_json_object
+from engine.weights.quant_config import (
+    W4_FORMAT_OF_LAYOUT,
+    QuantScheme,
+    quant_scheme,
+    read_json_object,
+)
 from engine.weights.stored_formats import stored_format
 from kernels.packed_weight import PackedWeight
 from kernels.reference.quant import W4Weight
@@ -74,3 +79,12 @@ def open_hf_weights(directory: Path) -> HfWeights | QuantizedWeights:
     """
     scheme = quant_scheme(read_json_object(directory / "config.json"), directory)
     return HfWeights(directory) if scheme is None else QuantizedWeights(directory, scheme)
+
+
+def declared_w4_format(directory: Path) -> str | None:
+    """The 4-bit kernel format a directory's configuration declares; None where it has none.
+
+    Raises: UnsupportedModelError, ModelFormatError.
+    """
+    scheme = quant_scheme(read_json_object(directory / "config.json"), directory)
+    return None if scheme is None else W4_FORMAT_OF_LAYOUT.get(scheme.layout)

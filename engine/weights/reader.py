@@ -16,7 +16,7 @@ import torch
 
 from engine.weights.errors import WeightMismatchError
 from kernels.packed_weight import PackedWeight
-from kernels.reference.quant import W4Weight
+from kernels.reference.quant import W4Weight, quantize_w4
 
 
 class WeightReader(Protocol):
@@ -80,11 +80,13 @@ def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> Non
 class RandomWeights:
     """A checkpoint that was never trained, for benchmarks: seeded by each tensor's name.
 
-    Made on `device`. Vectors are ones if they are weights, zeros if they are biases.
+    Made on `device`, in 4 bits too where a format is named. Vectors are ones if they are weights,
+    zeros if they are biases.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, w4_format: str | None = None) -> None:
         self._device = device or torch.device("cpu")
+        self._w4_format = w4_format
 
     def has(self, name: str) -> bool:
         return False  # asked of optional tensors only
@@ -104,4 +106,6 @@ class RandomWeights:
         return None
 
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
-        return None
+        if self._w4_format is None:
+            return None
+        return quantize_w4(self.dense(name, shape, torch.float32), self._w4_format)

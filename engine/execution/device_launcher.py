@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs steps on a device without waiting for it: uploads, forward, sample, one download.
+
+A step of decode rows alone is two captured graphs, one of its padded size each: forward, then
+sample, so that a grammar's mask may arrive in between. A step with prefill rows runs the same
+model eagerly. Sampled ids stay on the device; the host waits for an event, elsewhere.
+
+Safety of the graphs: padding rows use a slot and a page of their own (the sentinels) and have no
+KV; the tail of every buffer is rewritten each step; ids are clamped to the vocabulary on the
+device. `eager` runs the very same functions without capture.
+
+Does not know: the scheduler, requests, grammars beyond a bitmask. One worker thread calls `launch`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.execution.batch import ForwardBatch
+from engine.execution.device_clock import DeviceStream
+from engine.execution.device_sampler import (
+    NUM_PARAMS,
+    SlotMasks,
+    fill_params,
+    is_greedy,
+    sample_rows,
+    wants_host,
+)
+from engine.execution.graphs import GraphSet
+from engine.execution.host_ring import HostRing
+from engine.execution.steps import Step, StepResult
+from engine.models.model import PagedModel, StepRows
+from engine.sampling.params import SampleBatch, Sampled
+from engine.sampling.sampler import sample
+from kernels.ops.page_copy import copy_pages
+
+Places = NDArray[np.int64]  # of the sampled rows' logits in the logits buffer
+Later = Callable[[], Sampled | None]
+
+# Columns of a decode buffer.
+IDS, POSITIONS, MAPPING, SLOTS, LENS, NUM_COLUMNS = range(6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLimits:
+    """Sizes that do not change. `sentinel_page` is a page of the pool nobody is given."""
+
+    max_slots: int
+    max_tokens: int  # of one step
+    page_size: int
+    table_width: int
+    sentinel_page: int
+    eager: bool
+
+
+def buckets_up_to(max_rows: int) -> list[int]:
+    """Padded sizes: powers of two, and the largest step itself."""
+    sizes = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]
+    return [*sizes, max_rows]
+
+
+class DeviceLauncher:
+    """Owns everything on the device that steps share, besides weights and the pool."""
+
+    is_async = True
+
+    def __init__(self, model: PagedModel, kv_pool: torch.Tensor, limits: DeviceLimits) -> None:
+        self._model = model
+        self._kv_pool = kv_pool
+        self._limits = limits
+        device = kv_pool.device
+        slots, vocab = limits.max_slots + 1, model.vocab_size
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._sentinel = limits.max_slots
+        self._page_table = ints(slots, limits.table_width) + limits.sentinel_page
+        self._next_ids = ints(slots)
+        self._masks = ints(slots, -(-vocab // 32)) - 1
+        self._logits = torch.zeros(limits.max_slots, vocab, device=device)
+        self._buckets = buckets_up_to(limits.max_slots)
+        self._decode_inputs = {size: ints(NUM_COLUMNS, size) for size in self._buckets}
+        self._params = {
+            size: torch.zeros(NUM_PARAMS, size, dtype=torch.float64, device=device)
+            for size in self._buckets
+        }
+        self._token_ids = {size: ints(size) for size in self._buckets}
+        self._counting = torch.arange(limits.max_slots + 1, dtype=torch.int32, device=device)
+        self._slot_masks = SlotMasks(slots, vocab)
+        self._ring = HostRing(
+            device, limits.max_tokens + 4 * limits.table_width, limits.max_slots, -(-vocab // 32)
+        )
+        self._stream = DeviceStream(device)
+        self._graphs = GraphSet(None if limits.eager else self._stream.cuda_stream)
+
+    def warm_up(self) -> None:
+        """Compile every kernel, and capture every graph; only sentinels are touched."""
+        with torch.no_grad(), self._stream.enter():
+            for size in reversed(self._buckets):
+                self._reset_inputs(size)
+                self._graphs.add(("forward", size), partial(self._decode, size))
+                for draws in (False, True):
+                    self._graphs.add(("sample", size, draws), partial(self._sample, size, draws))
+            self._warm_up_prefill()
+        self._stream.synchronise()
+
+    @property
+    def next_input_ids(self) -> torch.Tensor:
+        """int32 [max_slots + 1], on the device: last sampled ids by slot; view."""
+        return self._next_ids
+
+    def forward_now(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [S, V] of one step on the host; the batch's table replaces the device's."""
+        with self._stream.enter():
+            self._ring.advance()
+            num_slots, width = batch.page_table.shape
+            self._page_table[:num_slots, :width] = batch.page_table.to(self._page_table.device)
+            if batch.page_copies.shape[0]:
+                copy_pages(self._kv_pool, batch.page_copies)
+            places = torch.from_numpy(self._forward(batch)).to(self._logits.device)
+            logits = self._logits[places]
+        self._stream.synchronise()
+        return logits.cpu()
+
+    def launch(self, step: Step) -> Callable[[], StepResult]:
+        """Start the step. Raises what the model refuses."""
+        with self._stream.enter():
+            self._ring.advance()
+            clock = self._stream.clock()
+            self._update_tables(step)
+            logit_rows = self._forward(step.forward)
+            clock.mark()
+            before_s = time.perf_counter()
+            sampled_later = self._sample_later(step.sampling, logit_rows)
+            waited_ms = (time.perf_counter() - before_s) * 1e3
+            clock.mark()
+
+        def finish() -> StepResult:
+            clock.wait()
+            return StepResult(
+                step_id=step.forward.step_id,
+                sampled=sampled_later(),
+                forward_ms=clock.ms_before(1),
+                mask_wait_ms=waited_ms,
+                sample_ms=clock.ms_before(2),
+            )
+
+        return finish
+
+    def _update_tables(self, step: Step) -> None:
+        deltas = step.page_deltas
+        if len(deltas):
+            slot, index, page = self._ring.upload(deltas.T.astype(np.int64))
+            self._page_table[slot, index] = page.int()
+        if step.forward.page_copies.shape[0]:
+            copy_pages(self._kv_pool, step.forward.page_copies)
+
+    def _forward(self, batch: ForwardBatch) -> Places:
+        """Compute logits of the sampled rows; where each lies in the logits buffer."""
+        lens = batch.row_indptr.diff()
+        num_rows, num_samples = lens.shape[0], batch.sample_rows.shape[0]
+        is_longer = lens != 1
+        if not bool(is_longer.any()):
+            size = self._bucket(num_rows)
+            self._fill_decode(batch, size, num_rows)
+            self._graphs.run(("forward", size), partial(self._decode, size))
+            return batch.sample_rows.numpy().astype(np.int64)
+        num_prefill = int(is_longer.nonzero()[-1]) + 1
+        logits = self._mixed(batch, num_prefill)
+        self._logits[:num_samples] = logits
+        return np.arange(num_samples)
+
+    def _fill_decode(self, batch: ForwardBatch, size: int, num_rows: int) -> None:
+        columns = self._ring.ints((NUM_COLUMNS, size))
+        # The tail: no KV to read, and one place of the sentinel page to write to.
+        columns[:, num_rows:] = 0
+        columns[MAPPING, num_rows:] = self._limits.sentinel_page * self._limits.page_size
+        columns[SLOTS, num_rows:] = self._sentinel
+        parts = (
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.row_slots,
+            batch.seq_lens,
+        )
+        for column, part in enumerate(parts):
+            columns[column, :num_rows] = part
+        self._decode_inputs[size].copy_(columns, non_blocking=True)
+
+    def _reset_inputs(self, size: int) -> None:
+        """A step of padding alone."""
+        self._decode_inputs[size].zero_()
+        place = self._limits.sentinel_page * self._limits.page_size
+        self._decode_inputs[size][MAPPING] = place
+        self._decode_inputs[size][SLOTS] = self._sentinel
+        self._params[size].zero_()
+        self._params[size][1] = self._sentinel
+
+    def _decode(self, size: int) -> None:
+        """The captured forward: `size` rows of one token, from the bucket's own buffer."""
+        inputs = self._decode_inputs[size]
+        rows = StepRows(
+            positions=inputs[POSITIONS],
+            slot_mapping=inputs[MAPPING],
+            row_indptr=self._counting[: size + 1],
+            row_slots=inputs[SLOTS],
+            seq_lens=inputs[LENS],
+            page_table=self._page_table,
+            page_size=self._limits.page_size,
+            num_prefill_rows=0,
+            num_prefill_tokens=0,
+        )
+        ids = self._resolve(inputs[IDS], inputs[SLOTS])
+        sampled = self._counting[:size]
+        self._logits[:size] = self._model.forward(ids, rows, self._kv_pool, sampled)
+
+    def _mixed(self, batch: ForwardBatch, num_prefill: int) -> torch.Tensor:
+        """A step with prefill rows: the same model, sizes as they come."""
+        parts = (
+            batch.input_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.row_indptr,
+            batch.row_slots,
+            batch.seq_lens,
+            batch.sample_rows,
+            batch.row_slots.repeat_interleave(batch.row_indptr.diff()),
+        )
+        packed = self._ring.upload_ints(torch.cat(parts))
+        ids, positions, mapping, indptr, slots, lens, sampled, token_slots = (
+            packed.split_with_sizes([part.shape[0] for part in parts])
+        )
+        rows = StepRows(
+            positions=positions,
+            slot_mapping=mapping,
+            row_indptr=indptr,
+            row_slots=slots,
+            seq_lens=lens,
+            page_table=self._page_table,
+            page_size=self._limits.page_size,
+            num_prefill_rows=num_prefill,
+            num_prefill_tokens=int(batch.row_indptr[num_prefill]),
+            prefill_on_host=(
+                batch.row_slots[:num_prefill],
+                batch.row_indptr[: num_prefill + 1],
+                batch.seq_lens[:num_prefill],
+            ),
+        )
+        return self._model.forward(self._resolve(ids, token_slots), rows, self._kv_pool, sampled)
+
+    def _resolve(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """-1 becomes the id last sampled in the slot; no id leaves the vocabulary."""
+        resolved = torch.where(ids < 0, self._next_ids[slots.long()], ids)
+        return resolved.clamp(0, self._model.vocab_size - 1)
+
+    def _sample_later(self, batch: SampleBatch, logit_rows: Places) -> Later:
+        """Start sampling once the masks are there; what gives the tokens when they are."""
+        rows = list(batch.rows)
+        if not rows:
+            return lambda: None
+        batch.mask_ready.wait()
+        if wants_host(rows):
+            return self._sample_on_host(batch, logit_rows)
+        size = self._bucket(len(rows))
+        slots, masks = self._slot_masks.changed(batch)
+        if len(slots):
+            self._masks[self._ring.upload(slots)] = self._ring.upload_masks(masks)
+        params = self._ring.params(size)
+        fill_params(params.numpy(), batch, logit_rows, self._sentinel)
+        self._params[size].copy_(params, non_blocking=True)
+        draws = not is_greedy(rows)
+        self._graphs.run(("sample", size, draws), partial(self._sample, size, draws))
+        held = self._ring.token_ids(size)
+        held.copy_(self._token_ids[size], non_blocking=True)
+        return lambda: Sampled(token_ids=held[: len(rows)].numpy().copy(), logprobs={})
+
+    def _sample(self, size: int, draws: bool) -> None:
+        """The captured sampler."""
+        sample_rows(
+            self._logits,
+            self._params[size],
+            self._masks,
+            self._next_ids,
+            self._token_ids[size],
+            draws=draws,
+        )
+
+    def _sample_on_host(self, batch: SampleBatch, logit_rows: Places) -> Later:
+        """Penalties, bias and logprobs live on the host: the logits go there, the ids come back."""
+        places = torch.from_numpy(logit_rows).to(self._logits.device)
+        sampled = sample(self._logits[places].cpu(), batch)
+        ids = torch.from_numpy(np.maximum(sampled.token_ids, 0)).to(self._logits.device)
+        self._next_ids[torch.from_numpy(batch.slots).to(ids.device)] = ids
+        return lambda: sampled
+
+    def _warm_up_prefill(self) -> None:
+        """One mixed step on the sentinels: a prefill row and a decode row."""
+        num = min(self._limits.page_size, self._limits.max_tokens - 1)
+        if num < 2:
+            return
+        first = self._limits.sentinel_page * self._limits.page_size
+        where = torch.arange(num, dtype=torch.int32)
+        self._mixed(
+            ForwardBatch(
+                step_id=-1,
+                input_ids=torch.zeros(num + 1, dtype=torch.int32),
+                positions=torch.cat((where, where[:1])),
+                slot_mapping=torch.cat((where, where[:1])) + first,
+                row_indptr=torch.tensor([0, num, num + 1], dtype=torch.int32),
+                row_slots=torch.full((2,), self._sentinel, dtype=torch.int32),
+                seq_lens=torch.tensor([num, 1], dtype=torch.int32),
+                sample_rows=torch.tensor([0, 1], dtype=torch.int32),
+                page_table=torch.empty(0),
+                page_copies=torch.empty(0, 3),
+            ),
+            1,
+        )
+
+    def _bucket(self, num_rows: int) -> int:
+        return next(size for size in self._buckets if size >= num_rows)
