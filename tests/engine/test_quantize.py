@@ -18,6 +18,9 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.model_runner import build_model_runner
+from engine.models.deepseek import DeepseekForCausalLM
+from engine.models.deepseek_config import deepseek_config_from_hf
+from engine.models.model import LoadOptions, StepRows
 from engine.quantize import main, quantize_checkpoint
 from engine.weights.errors import UnsupportedModelError
 from engine.weights.quantized import QuantizedWeights, open_hf_weights
@@ -192,3 +195,37 @@ def test_a_weight_that_does_not_divide_is_named_before_anything_is_written(tmp_p
     with pytest.raises(UnsupportedModelError, match=r"down_proj.*40 columns.*multiples of 32"):
         list(quantize_checkpoint(source, tmp_path / "out", "mxfp4"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxint4"])
+def test_experts_kept_in_four_bits_compute_what_their_values_say(tmp_path: Path, fmt: str) -> None:
+    """The form GPU kernels take, run through the reference: tiles hold the same numbers."""
+    source = tmp_path / "plain"
+    torch.manual_seed(6)
+    config = DeepseekV3Config(**{**_CONFIG, "moe_intermediate_size": 64})
+    DeepseekV3ForCausalLM(config).save_pretrained(source)
+    list(quantize_checkpoint(source, tmp_path / "out", fmt))
+    sizes = deepseek_config_from_hf(tmp_path / "out")
+    logits = []
+    for keep_packed in (False, True):
+        options = LoadOptions(
+            dtype=torch.float32, keep_packed=keep_packed, max_positions=128, max_rows=2
+        )
+        model = DeepseekForCausalLM.load(sizes, open_hf_weights(tmp_path / "out"), options)
+        pool = torch.zeros(model.kv_layout(64, "float32").pool_shape(1))
+        num = 20
+        where, slot = torch.arange(num, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        rows = StepRows(
+            positions=where,
+            slot_mapping=where,
+            row_indptr=torch.tensor([0, num], dtype=torch.int32),
+            row_slots=slot,
+            seq_lens=slot + num,
+            page_table=slot[None],
+            page_size=64,
+            num_prefill_rows=1,
+            num_prefill_tokens=num,
+        )
+        with torch.no_grad():
+            logits.append(model.forward(where, rows, pool, slot))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)

@@ -15,6 +15,8 @@ from kernels.ops.mla_kv_write import mla_kv_write
 from kernels.ops.mla_prefill import mla_prefill
 from kernels.ops.moe_dense import moe_dense
 from kernels.portable import mla_prefill as portable
+from kernels.portable.moe_dense import moe_dense as grouped_moe
+from kernels.reference.moe_dense import moe_dense as reference_moe
 from kernels.selection import override
 
 _H, _N, _R, _V, _C, _PAGE = 3, 8, 4, 6, 16, 8
@@ -180,3 +182,19 @@ def test_wrong_shapes_are_named() -> None:
         mla_prefill(**{**step, "w_uv": step["w_uv"][..., 1:]})
     with pytest.raises(ValueError, match="row_indptr"):
         mla_prefill(**{**step, "row_indptr": step["row_indptr"].long()})
+
+
+def test_grouped_products_are_the_experts_one_by_one() -> None:
+    """The GPU's form, called here on the CPU: an expert without tokens, ties, shared experts."""
+    generator = torch.Generator().manual_seed(8)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) / 4).to(torch.bfloat16)
+
+    x, gate_up, down, shared = draw(9, 64), draw(8, 64, 64), draw(8, 64, 32), draw(9, 64)
+    ids = torch.stack([torch.randperm(7, generator=generator)[:3] for _ in range(9)])
+    weights = torch.rand(9, 3, generator=generator)
+    arguments = (x, ids.to(torch.int32), weights, gate_up, down, shared)
+    expected = reference_moe(*arguments).float()
+    found = grouped_moe(*arguments).float()
+    assert float((found - expected).norm() / expected.norm()) < 4e-3

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of a model on the GPU without scheduler and HTTP: what the device alone allows.
+
+    python -m benchmarks.gpu.steps [--weights nvfp4] [--eager] [--out FILE]
+
+Prints JSON lines: decode steps at several batch sizes and contexts (two under way, as the loop
+keeps them), and prefill chunks behind a cached prefix. KV is whatever the pool holds: the time does
+not depend on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.shapes import write_shape
+from engine.config import EngineConfig
+from engine.execution.batch import ForwardBatch
+from engine.execution.device_runner import DeviceModelRunner
+from engine.execution.model_runner import build_model_runner
+from engine.execution.steps import Step, StepResult
+from engine.sampling.params import RowSampling, SampleBatch
+
+DECODE = ((1, 8192), (1, 65536), (8, 32768), (16, 8192), (16, 65536))
+PREFILL = ((800, 65536), (2048, 0), (2048, 30720), (2048, 63488))
+PAGE = 64
+
+
+class Steps:
+    """Builds steps over rows whose pages lie one behind the other."""
+
+    def __init__(self, runner: Any, max_slots: int) -> None:
+        assert isinstance(runner, DeviceModelRunner), "needs a GPU"
+        self._runner = runner
+        self._launcher = runner.step_launcher()
+        self._rows = [RowSampling() for _ in range(max_slots)]
+
+    def map_rows(self, num_rows: int, num_pages: int) -> np.ndarray[Any, Any]:
+        """Page deltas of the first `num_pages` pages of each row."""
+        stride = min(self._runner.num_pages // num_rows, num_pages)
+        slot, index = np.divmod(np.arange(num_rows * num_pages), num_pages)
+        page = slot * stride + index % stride
+        return np.stack((slot, index, page), axis=1).astype(np.int32)
+
+    def launch(
+        self, lens: list[tuple[int, int]], deltas: np.ndarray[Any, Any]
+    ) -> Callable[[], StepResult]:
+        """A step of rows (cached, new), every row sampled; ids come from the device."""
+        indptr = np.cumsum([0, *(new for _, new in lens)])
+        positions = np.concatenate([np.arange(past, past + new) for past, new in lens])
+        slots = np.repeat(np.arange(len(lens)), [new for _, new in lens])
+        page = slots * (self._runner.num_pages // len(lens)) + positions // PAGE
+        mapping = page % self._runner.num_pages * PAGE + positions % PAGE
+        num_rows, num_tokens = len(lens), len(positions)
+
+        def ints(values: Any) -> torch.Tensor:
+            return torch.tensor(np.asarray(values), dtype=torch.int32)
+
+        return self._launcher.launch(
+            Step(
+                forward=ForwardBatch(
+                    step_id=0,
+                    input_ids=ints(np.full(num_tokens, -1 if num_tokens == num_rows else 7)),
+                    positions=ints(positions),
+                    slot_mapping=ints(mapping),
+                    row_indptr=ints(indptr),
+                    row_slots=ints(np.arange(num_rows)),
+                    seq_lens=ints([past + new for past, new in lens]),
+                    sample_rows=ints(np.arange(num_rows)),
+                    page_table=torch.empty(0),
+                    page_copies=torch.empty(0, 3),
+                ),
+                page_deltas=deltas,
+                sampling=SampleBatch(
+                    rows=self._rows[:num_rows],
+                    slots=np.arange(num_rows),
+                    positions=np.zeros(num_rows, dtype=np.int64),
+                ),
+            )
+        )
+
+
+def measure_decode(steps: Steps, num_rows: int, context: int, num_steps: int) -> dict[str, Any]:
+    """Milliseconds a decode step, two under way."""
+    no_deltas = np.empty((0, 3), dtype=np.int32)
+    steps.launch([(context, 1)] * num_rows, steps.map_rows(num_rows, -(-context // PAGE) + 4))()
+    under_way: deque[Callable[[], StepResult]] = deque()
+    start = time.perf_counter()
+    launch_s = 0.0
+    results = []
+    for number in range(num_steps):
+        before = time.perf_counter()
+        under_way.append(steps.launch([(context + 1 + number % 64, 1)] * num_rows, no_deltas))
+        launch_s += time.perf_counter() - before
+        if len(under_way) == 2:
+            results.append(under_way.popleft()())
+    results += [finish() for finish in under_way]
+    step_ms = (time.perf_counter() - start) / num_steps * 1e3
+    return {
+        "case": "decode",
+        "rows": num_rows,
+        "context": context,
+        "step_ms": round(step_ms, 4),
+        "forward_ms": round(float(np.median([r.forward_ms for r in results])), 4),
+        "sample_ms": round(float(np.median([r.sample_ms for r in results])), 4),
+        "host_launch_ms": round(launch_s / num_steps * 1e3, 4),
+        "tok_s_per_row": round(1e3 / step_ms, 1),
+    }
+
+
+def measure_prefill(steps: Steps, new: int, past: int) -> dict[str, Any]:
+    """Milliseconds of one chunk behind a cached prefix; median of five, after one."""
+    deltas = steps.map_rows(1, -(-(past + new) // PAGE))
+    steps.launch([(past, new)], deltas)()
+    times = [steps.launch([(past, new)], deltas)().forward_ms for _ in range(5)]
+    return {"case": "prefill", "new": new, "past": past, "ms": round(float(np.median(times)), 3)}
+
+
+def main() -> None:
+    """Measure everything; one JSON line each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="v2-lite")
+    parser.add_argument("--weights", default="nvfp4")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--max-slots", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        runner = build_model_runner(
+            EngineConfig(
+                model=str(write_shape(Path(folder), args.shape, args.weights)),
+                load_format="dummy",
+                device="cuda",
+                max_slots=args.max_slots,
+                token_budget=2048 + args.max_slots,
+                max_context_len=131072,
+                eager=args.eager,
+            )
+        )
+        steps = Steps(runner, args.max_slots)
+        lines: list[dict[str, Any]] = [
+            {
+                "device": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "shape": args.shape,
+                "weights": args.weights,
+                "eager": args.eager,
+                "kv_pages": runner.num_pages,
+                "ready_s": round(time.perf_counter() - started, 1),
+            }
+        ]
+        print(json.dumps(lines[0]), flush=True)
+        cases: list[Callable[[], dict[str, Any]]] = [
+            partial(measure_decode, steps, rows, context, args.steps) for rows, context in DECODE
+        ]
+        cases += [partial(measure_prefill, steps, new, past) for new, past in PREFILL]
+        with torch.inference_mode():
+            for case in cases:
+                lines.append(case())
+                print(json.dumps(lines[-1]), flush=True)
+    if args.out:
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
