@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agent sessions against the real server on a GPU, over HTTP, on a model of random weights.
+
+    python -m benchmarks.gpu.engine [--weights nvfp4] [--api completions|session] [--out FILE]
+                                    [--cases 1x65536x4,8x32768x5,16x65536x4] [--url URL]
+
+Sessions start together. A context is 4,000 tokens shared by all, then tokens of its own; every turn
+adds `--new` tokens and asks for `--output`, greedy, without a gap. `completions` resends the whole
+history as token ids, `session` sends the new items alone (text of one byte a token). One JSON line
+a case: tokens a second of each user (1 / time per output token, per turn), output tokens a second
+of all, and times to the first token, cold and of later turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from benchmarks.gpu.shapes import SHAPES, write_shape
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHARED_TOKENS = 4000
+WORD_IDS = range(1000, 100_000)
+LETTERS = "abcdefghijklmnopqrstuvwxyz    "
+START_TIMEOUT_S = 540.0
+# Floors of a decode step on one H200: bytes of weights and KV over 4.54 TB/s, V2-Lite shape.
+WEIGHT_BYTES = {"bf16": 4.8e9, "fp8": 2.5e9, "nvfp4": 1.35e9, "mxfp4": 1.28e9, "mxint4": 1.28e9}
+KV_BYTES_A_TOKEN = 27 * 576 * 2
+HBM_BYTES_A_S = 4.54e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One case."""
+
+    sessions: int
+    context: int
+    turns: int
+    new: int
+    output: int
+    api: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """What the client saw of one turn."""
+
+    ttft_s: float
+    tokens_s: float  # 1 / time per output token
+    num_tokens: int
+
+
+@dataclass(slots=True, kw_only=True)
+class User:
+    """One session and its client."""
+
+    http: httpx.AsyncClient
+    load: Load
+    number: int
+    ids: list[int] = field(default_factory=list)
+    session_id: str = ""
+    turns: list[Turn] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """All turns, one after the other."""
+        shared, own = random.Random(0), random.Random(f"user {self.number}")
+        first = self.load.context - SHARED_TOKENS
+        if self.load.api == "session":
+            text = "".join(shared.choices(LETTERS, k=SHARED_TOKENS))
+            body = {"model": "default", "instructions": text}
+            reply = await self.http.post("/v1/sessions", json=body)
+            reply.raise_for_status()
+            self.session_id = reply.json()["id"]
+        self.ids = shared.choices(WORD_IDS, k=SHARED_TOKENS)
+        for index in range(self.load.turns):
+            num_new = first if index == 0 else self.load.new
+            self.turns.append(await self._turn(own, num_new))
+
+    async def _turn(self, own: random.Random, num_new: int) -> Turn:
+        start = time.perf_counter()
+        times: list[float] = []
+        num_tokens = 0
+        events = (
+            self._session_tokens(own, num_new)
+            if self.load.api == "session"
+            else self._completion_tokens(own, num_new)
+        )
+        async for count in events:
+            times.append(time.perf_counter())
+            num_tokens += count
+        if num_tokens != self.load.output:
+            raise SystemExit(f"wanted {self.load.output} tokens, got {num_tokens}")
+        spread = max(times[-1] - times[0], 1e-9)
+        return Turn(
+            ttft_s=times[0] - start, tokens_s=(num_tokens - 1) / spread, num_tokens=num_tokens
+        )
+
+    async def _completion_tokens(self, own: random.Random, num_new: int) -> AsyncIterator[int]:
+        self.ids += own.choices(WORD_IDS, k=num_new)
+        body = {
+            "model": "default",
+            "prompt": self.ids,
+            "max_tokens": self.load.output,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        async for event in self._events("/v1/completions", body):
+            if event.get("error"):
+                raise SystemExit(f"the stream failed: {event['error']}")
+            for choice in event.get("choices", []):
+                ids = choice.get("token_ids") or []
+                self.ids += ids
+                if ids:
+                    yield len(ids)
+
+    async def _session_tokens(self, own: random.Random, num_new: int) -> AsyncIterator[int]:
+        text = "".join(own.choices(LETTERS, k=num_new))
+        body = {
+            "input": [{"type": "message", "role": "user", "content": text}],
+            "stream": True,
+            "max_output_tokens": self.load.output,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        seen = 0
+        async for event in self._events(f"/v1/sessions/{self.session_id}/turns", body):
+            kind = event.get("type")
+            if kind in ("turn.failed", "turn.cancelled"):
+                raise SystemExit(f"{kind}: {event.get('error')}")
+            if kind == "response.output_text.delta":
+                seen += 1
+                yield 1
+            elif kind in ("turn.completed", "turn.incomplete"):
+                # Several tokens may come as one piece of text; the usage counts them all.
+                yield event["usage"]["output_tokens"] - seen
+
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        async with self.http.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                raise SystemExit((await response.aread()).decode())
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    yield json.loads(line[6:])
+
+
+class Server:
+    """An appliance of our own on a free port."""
+
+    def __init__(self, folder: pathlib.Path, settings: list[str]) -> None:
+        self.state = folder / "run" / "state.json"
+        flags = ["server.port=0", f"server.run_dir={folder}/run", f"server.state_dir={folder}/s"]
+        command = [sys.executable, "-m", "appliance", "serve"]
+        for setting in [*flags, *settings]:
+            command += ["--set", setting]
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+    def wait_ready(self) -> str:
+        """Its address."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline_s and self.process.poll() is None:
+            try:
+                url = str(json.loads(self.state.read_text())["url"])
+                if httpx.get(f"{url}/ready").status_code == 200:
+                    return url
+            except (OSError, ValueError, KeyError, httpx.TransportError):
+                pass
+            time.sleep(0.1)
+        raise SystemExit("the server did not become ready")
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+
+async def drive(url: str, load: Load) -> list[User]:
+    """All users at once."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+        users = [User(http=http, load=load, number=n) for n in range(load.sessions)]
+        await asyncio.gather(*(user.run() for user in users))
+        for user in users:
+            if user.session_id:
+                await http.delete(f"/v1/sessions/{user.session_id}")
+    return users
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The value below which `share` of them lie, nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def measure(url: str, load: Load, weights: str) -> dict[str, Any]:
+    """Drive one case; its line."""
+    start = time.perf_counter()
+    users = asyncio.run(drive(url, load))
+    wall_s = time.perf_counter() - start
+    turns = [turn for user in users for turn in user.turns]
+    later = [turn.ttft_s for user in users for turn in user.turns[1:]]
+    rates = [turn.tokens_s for turn in turns]
+    kv_bytes = load.sessions * load.context * KV_BYTES_A_TOKEN
+    floor_s = (WEIGHT_BYTES[weights] + kv_bytes) / HBM_BYTES_A_S
+    return {
+        "case": f"{load.sessions} x {load.context}",
+        "api": load.api,
+        "weights": weights,
+        "turns": load.turns,
+        "tps_user_p50": round(statistics.median(rates), 1),
+        "tps_user_p10": round(quantile(rates, 0.1), 1),
+        "tps_user_floor": round(1 / floor_s, 1),
+        "output_tok_s": round(sum(turn.num_tokens for turn in turns) / wall_s, 1),
+        "ttft_cold_p50_s": round(statistics.median(u.turns[0].ttft_s for u in users), 3),
+        "ttft_later_p50_ms": round(statistics.median(later) * 1e3, 1),
+        "ttft_later_p99_ms": round(quantile(later, 0.99) * 1e3, 1),
+    }
+
+
+def about() -> dict[str, Any]:
+    """The machine and the versions."""
+    import torch
+
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {
+        "device": name,
+        "torch": torch.__version__,
+        "commit": found.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def loads_of(args: argparse.Namespace) -> list[Load]:
+    """The cases asked for, sessions x context x turns each."""
+    loads = []
+    for case in args.cases.split(","):
+        sessions, context, turns = (int(part) for part in case.split("x"))
+        loads.append(
+            Load(
+                sessions=sessions,
+                context=context,
+                turns=turns,
+                new=args.new,
+                output=args.output,
+                api=args.api,
+            )
+        )
+    return loads
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", default="v2-lite", choices=sorted(SHAPES))
+    parser.add_argument("--weights", default="nvfp4", choices=sorted(WEIGHT_BYTES))
+    parser.add_argument("--api", default="completions", choices=("completions", "session"))
+    parser.add_argument("--cases", default="1x65536x4,8x32768x5,16x65536x4")
+    parser.add_argument("--new", type=int, default=800)
+    parser.add_argument("--output", type=int, default=200)
+    parser.add_argument("--url", default="", help="a server that is running already")
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="its settings")
+    parser.add_argument("--out", type=pathlib.Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Start the server, drive every case, write the lines."""
+    args = parse()
+    loads = loads_of(args)
+    lines = [about()]
+    print(json.dumps(lines[0]), flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        server = None
+        url = args.url
+        if not url:
+            model = write_shape(folder / args.shape, args.shape, args.weights)
+            settings = {
+                "engine.model": str(model),
+                "engine.load_format": "dummy",
+                "engine.max_slots": max(load.sessions for load in loads),
+                "engine.token_budget": 4096,
+            }
+            flags = [f"{key}={value}" for key, value in settings.items()]
+            server = Server(folder, [*flags, *args.settings])
+            url = server.wait_ready()
+        try:
+            for load in loads:
+                lines.append(measure(url, load, args.weights))
+                print(json.dumps(lines[-1]), flush=True)
+        finally:
+            if server is not None:
+                server.stop()
+    if args.out:
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()
