@@ -17,11 +17,23 @@ import uvicorn
 from appliance import logs
 from appliance.app import create_app
 from appliance.config import read_resolved
-from appliance.services import build_services
+from appliance.services import Services, build_services
 from engine.errors import EngineError
 from sessions.errors import SessionError
 
 logger = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams that would never end by themselves before it waits for the others."""
+
+    def __init__(self, config: uvicorn.Config, services: Services) -> None:
+        super().__init__(config)
+        self._services = services
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._services.hub.close()
+        await super().shutdown(sockets)
 
 
 def main() -> int:
@@ -37,7 +49,7 @@ def main() -> int:
     except (EngineError, SessionError, OSError) as error:
         logger.error("%s", error)
         return 1
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             create_app(services),
             loop="uvloop",
@@ -49,7 +61,8 @@ def main() -> int:
             server_header=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, int(config.server.drain_s)),
-        )
+        ),
+        services,
     )
     listener = socket.socket(fileno=arguments.fd)
     listener.setblocking(False)

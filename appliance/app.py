@@ -17,13 +17,14 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from appliance.api import admin, chat, completions, health, models, sessions, turns
+from appliance.api import admin, chat, completions, health, history, models, sessions, turns
 from appliance.api.context import ApiContext
 from appliance.api.wire import as_body_error
 from appliance.cli_options import VERSION
 from appliance.errors import ApiError, as_api_error, error_body, error_headers
 from appliance.middleware import RequestFrame
 from appliance.services import Services
+from appliance.session_history import SessionHistory
 from appliance.session_service import SessionService
 from appliance.session_views import SessionViews
 from appliance.turns import TurnService
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 SWEEP_EVERY_S = 30.0
 SWEEP_JOURNALS_EVERY_S = 5.0
 ROUTERS = tuple(
-    module.router for module in (sessions, turns, chat, completions, models, health, admin)
+    module.router
+    for module in (history, sessions, turns, chat, completions, models, health, admin)
 )
 
 
@@ -45,7 +47,11 @@ def create_app(services: Services) -> FastAPI:
     """Return the application; it connects when it starts and lets go when it ends."""
     turn_service = TurnService(services)
     context = ApiContext(
-        services, turn_service, SessionService(services, turn_service), SessionViews(services)
+        services,
+        turn_service,
+        SessionService(services, turn_service),
+        SessionViews(services),
+        SessionHistory(services),
     )
     app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
     app.state.context = context
@@ -84,6 +90,7 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
     try:
         yield
     finally:
+        services.hub.close()
         for sweeper in sweepers:
             sweeper.cancel()
         await context.turns.drain(services.config.server.drain_s)

@@ -58,6 +58,26 @@ expected, and the `miss`), `x_grammar_fallback` (tools whose grammar is looser t
 
 A miss has a `reason` (`evicted`, `engine_restarted`, `model_changed`, `settings_changed`), the
 `first_diverging_item` and `missed_tokens`.
+
+## The events of a session, and of the cache
+
+`GET /v1/sessions/{session_id}/events` and `GET /v1/cache/events` are live: they begin when they are
+asked for, number their own events and replay nothing. They tell of what this API process did;
+where several share a store, each tells its part. A reader that falls far behind gets `events.lost`
+with `num`.
+
+| event | fields besides session_id, status, revision, num_tokens, current_turn, at |
+|---|---|
+| session.state | none; the first event |
+| session.turn_started | `turn_id` |
+| session.turn_ended | `turn_id`, `turn_status` |
+| session.items_appended | `num_items` |
+| session.history_replaced | none: a rollback, a new head, another model |
+| session.updated, session.suspended, session.expired | |
+| session.closed | the last event |
+| session.residency | only `session_id` and `l1`, `l2`, `l3`: tokens in each tier |
+| cache.stored, cache.moved, cache.removed | `tier`, `page_hash`, `parent_hash`, `num_tokens` |
+| cache.reset | none that mean anything: forget what earlier events said |
 """
 
 

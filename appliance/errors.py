@@ -44,6 +44,7 @@ STATUS_BY_CODE: dict[str, int] = {
     "session_not_found": 404,
     "turn_not_found": 404,
     "item_not_found": 404,
+    "lease_not_found": 404,
     "method_not_allowed": 405,
     # the state of the session is against it
     "turn_in_progress": 409,
@@ -70,6 +71,7 @@ STATUS_BY_CODE: dict[str, int] = {
     "store_unavailable": 503,
     "store_full": 503,
     "store_corrupt": 500,
+    "store_schema_too_new": 500,
 }
 
 # Codes of other rooms that say the same as one of ours.

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,8 +25,10 @@ from appliance.config import ApplianceConfig
 from appliance.errors import ApiError
 from appliance.grammars import GrammarCompiler
 from appliance.metrics import Metrics
+from appliance.observed_store import ObservedStore
 from appliance.prompts import Head, HistoryEnd, PromptRenderer
 from appliance.response_events import ResponseEvents, derived_id
+from appliance.session_hub import SessionHub
 from appliance.stores import build_store
 from appliance.supervisor import read_admin_key
 from appliance.turn_events import EventJournals
@@ -32,6 +36,7 @@ from engine.client import EngineClient
 from engine.text.assets import TextAssets, load_text_assets
 from sessions.history import replace_history
 from sessions.items import FunctionCall, Item
+from sessions.quota import check_quota
 from sessions.session import Session, items_record
 from sessions.store import SessionStore
 from sessions.turn_log import PRELUDE, Record, TurnLog
@@ -61,8 +66,10 @@ class Services:
     grammars: GrammarCompiler
     journals: EventJournals
     metrics: Metrics
+    hub: SessionHub
     clock_ms: Callable[[], int] = field(default=lambda: time.time_ns() // 1_000_000)
     admin_key: str = ""
+    owner: str = ""  # this API process among those that share the store; the same after a restart
     _toolsets: OrderedDict[bytes, ToolSet] = field(default_factory=OrderedDict)
 
     # Models -------------------------------------------------------------------------------
@@ -165,6 +172,13 @@ class Services:
             records = [replace(record, params=params) for record in records]
         return tuple(records)
 
+    async def check_quota(self, tenant: str, *, new_sessions: int = 0) -> None:
+        """Raise QuotaExceeded if the tenant may not add sessions, or any token at all."""
+        limits = self.config.sessions
+        if limits.max_tokens_per_tenant or (limits.max_sessions_per_tenant and new_sessions):
+            usage = await self.store.tenant_usage(tenant)
+            check_quota(limits, usage, new_sessions=new_sessions)
+
     async def adopt_model(self, session: Session) -> Session:
         """Render the history anew if it was made by another model, tokenizer or template.
 
@@ -223,6 +237,20 @@ def tool_format_of(assets: TextAssets) -> ToolFormat:
     return guess_format(assets.chat_template.source)
 
 
+def read_owner(state_dir: Path) -> str:
+    """Return the name of the API process that lives in `state_dir`, given at its first start.
+
+    Raises: OSError.
+    """
+    path = state_dir / "owner"
+    if not path.exists():
+        state_dir.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{secrets.token_hex(4)}")
+        fresh.write_text(secrets.token_hex(8))
+        fresh.replace(path)
+    return path.read_text().strip()
+
+
 def build_services(config: ApplianceConfig, assets: TextAssets | None = None) -> Services:
     """Construct everything; nothing is connected yet. Loads the model's text side if not given."""
     if assets is None:
@@ -230,14 +258,17 @@ def build_services(config: ApplianceConfig, assets: TextAssets | None = None) ->
     tool_format = tool_format_of(assets)
     client = EngineClient(config.engine.socket_path)
     server = config.server
+    hub = SessionHub()
     return Services(
         config=config,
         assets=assets,
         renderer=PromptRenderer(assets, tool_format),
-        store=build_store(config.sessions),
+        store=ObservedStore(build_store(config.sessions), hub.tell),
+        hub=hub,
         client=client,
         grammars=GrammarCompiler(client, tool_format, config.engine.grammar.budget_ms),
         journals=EventJournals(server.state_dir / "turns", server.replay_minutes * 60),
         metrics=Metrics(),
         admin_key=read_admin_key(server.run_dir),
+        owner=read_owner(server.state_dir),
     )

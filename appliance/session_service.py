@@ -7,9 +7,8 @@ Does not know: HTTP, how a turn runs (turns), what else can be looked at (sessio
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from appliance import turn_view
 from appliance.api.wire import (
@@ -21,12 +20,14 @@ from appliance.api.wire import (
 from appliance.cache_report import HEAD_CHANGED, REPORT
 from appliance.errors import ApiError
 from appliance.prompts import Head
+from appliance.races import racing
 from appliance.response_events import item_wire
 from appliance.services import DEFAULT_TENANT, Services
+from appliance.session_history import check_fits, release_kv
 from appliance.session_settings import changed_settings, new_settings, refuse_unsupported
 from appliance.session_views import page_wire
 from appliance.turns import TurnService
-from sessions.errors import QuotaExceeded, SessionNotFound, VersionConflict
+from sessions.errors import SessionNotFound
 from sessions.history import fork, replace_history
 from sessions.items import parse_items
 from sessions.session import Session, items_record, new_session
@@ -34,9 +35,6 @@ from sessions.store import ListQuery
 from sessions.turn_log import PRELUDE, Record, TurnLog
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-MAX_RACES = 8
 
 
 class SessionService:
@@ -56,7 +54,7 @@ class SessionService:
         toolset = services.toolset(body.tools or [])
         settings = new_settings(body, services.config.sessions.expires_after_ms)
         owner = tenant or DEFAULT_TENANT
-        await self._check_quota(owner)
+        await services.check_quota(owner, new_sessions=1)
         if body.parent_session_id is not None:
             await services.store.get(body.parent_session_id, tenant=tenant)
         items = parse_items(body.initial_items or [], path="initial_items")
@@ -107,7 +105,7 @@ class SessionService:
                 stored = await services.store.update(session)
             return {**turn_view.session_wire(stored), "x_invalidated_tokens": invalidated}
 
-        return await self._racing(once)
+        return await racing(once)
 
     async def close(self, tenant: str | None, session_id: str, *, release: bool) -> None:
         """Delete a session with its transcript; `release` gives back its unshared KV at once.
@@ -127,9 +125,8 @@ class SessionService:
         await store.delete(session_id)
         for record in log.records:
             self._services.journals.drop(record.id)
-        if release and log.token_ids:
-            salt = self._services.salt_of(session.tenant)
-            await self._services.client.drop_prefix(log.token_ids, salt=salt)
+        if release:
+            await release_kv(self._services, session, log)
         logger.info("session closed", extra={"session_id": session_id})
 
     # History ------------------------------------------------------------------------------
@@ -138,6 +135,7 @@ class SessionService:
         """Create `n` children that share the history up to a point; no token is copied."""
         services = self._services
         session = await services.store.get(session_id, tenant=tenant)
+        await services.check_quota(session.tenant, new_sessions=body.n)
         log = await services.store.read_log(session)
         children = fork(
             session, log, body.at, services.clock_ms(), n=body.n, metadata=body.metadata
@@ -155,6 +153,7 @@ class SessionService:
             services = self._services
             session = await services.store.get(session_id, tenant=tenant)
             session.check_ready(services.clock_ms(), expect_revision=body.expect_revision)
+            await services.check_quota(session.tenant)
             session = await services.adopt_model(session)
             log = await services.store.read_log(session)
             record = self._items_record(session, log, body)
@@ -170,7 +169,7 @@ class SessionService:
                 "open_calls": list(stored.open_call_ids),
             }
 
-        return await self._racing(once)
+        return await racing(once)
 
     # Inside -------------------------------------------------------------------------------
 
@@ -212,33 +211,6 @@ class SessionService:
             records = (*new_head, *(replace(r, params=_rewritten(r)) for r in rest))
         moved, own = replace_history(session, log, records, services.clock_ms())
         return await services.store.replace_history(moved, own)
-
-    async def _check_quota(self, tenant: str) -> None:
-        most = self._services.config.sessions.max_sessions_per_tenant
-        if not most:
-            return
-        usage = await self._services.store.tenant_usage(tenant)
-        if usage.num_sessions >= most:
-            raise QuotaExceeded(f"the tenant has {usage.num_sessions} sessions, at most {most}")
-
-    async def _racing(self, work: Callable[[], Awaitable[T]]) -> T:
-        for _ in range(MAX_RACES):
-            try:
-                return await work()
-            except VersionConflict:
-                continue
-        return await work()
-
-
-def check_fits(session: Session, limit: int, path: str) -> None:
-    """Raise ApiError unless the history leaves room for at least one token of output."""
-    if session.num_tokens >= limit:
-        raise ApiError(
-            "context_length_exceeded",
-            f"{path}: the history would hold {session.num_tokens} tokens; the context holds "
-            f"{limit}, output included",
-            path,
-        )
 
 
 def _rewritten(record: Record) -> dict[str, Any]:

@@ -73,6 +73,23 @@ def refuse_unsupported(body: SessionCreate | SessionUpdate | ItemsAppend) -> Non
             )
 
 
+def refuse_unsupported_settings(settings: SessionSettings) -> None:
+    """Raise ApiError for settings of an imported session that this server cannot honour yet."""
+    refused = [
+        ("context.on_overflow", settings.context.on_overflow, "error"),
+        ("reasoning.effort", settings.reasoning.effort, None),
+        ("reasoning.history", settings.reasoning.history, "keep"),
+        ("cache.lease", settings.lease, None),
+    ]
+    for path, value, allowed in refused:
+        if value != allowed:
+            raise ApiError(
+                "unsupported_parameter",
+                f"body: {path}: {value!r} is not supported yet (supported: {allowed!r})",
+                path,
+            )
+
+
 def _cache_changes(cache: CacheBody) -> dict[str, Any]:
     return {} if cache.hold is None else {"hold": HoldTimes.parse(cache.hold)}
 

@@ -81,6 +81,7 @@ def prepare_turn(
         body_hash=ask.body_hash,
         created_at_ms=now_ms,
         deadline_ms=body.deadline_ms,
+        owner=services.owner,
     )
 
 

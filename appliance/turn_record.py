@@ -23,6 +23,7 @@ from sessions.turn_log import (
     INCOMPLETE,
     PendingTurn,
     Record,
+    TurnLog,
     TurnTimings,
     TurnUsage,
 )
@@ -137,7 +138,7 @@ def _record(
         body_hash=pending.body_hash,
         timings=_timings(run, now_ms),
         model_fingerprint=run.model_fingerprint,
-        page_hashes=_new_page_hashes(run),
+        page_hashes=_new_page_hashes(run, kept) if is_committed else b"",
         committed=is_committed,
     )
 
@@ -179,13 +180,17 @@ def _timings(run: TurnRun, now_ms: int) -> TurnTimings:
     )
 
 
-def _new_page_hashes(run: TurnRun) -> bytes:
-    """The hashes of the pages that this turn filled; earlier records have the others."""
+def _new_page_hashes(run: TurnRun, kept: KeptTokens) -> bytes:
+    """The hashes of the pages that this turn filled; earlier records have the others.
+
+    Pages with tokens that were sampled but not kept are no part of the history.
+    """
     hello = run.client.hello
     if run.finished is None or hello is None:
         return b""
-    num_known = count(run.history) // hello.page_size
-    return run.finished.page_hashes[HASH_BYTES * num_known :]
+    num_pages = (run.prompt_len + kept.num_sampled) // hello.page_size
+    hashes = run.finished.page_hashes[: HASH_BYTES * num_pages]
+    return TurnLog(tuple(run.records)).new_page_hashes(hashes)
 
 
 def _report(run: TurnRun, kept: KeptTokens) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class TurnService:
             return known
         now_ms = self._services.clock_ms()
         session.check_ready(now_ms, expect_revision=ask.body.expect_revision)
+        await self._services.check_quota(session.tenant)
         if waiting is None and self._queue.has(session.id):
             raise TurnInProgress(session.current_turn or "")
         session = await self._services.adopt_model(session)
@@ -327,8 +328,13 @@ class TurnService:
     # Restarts -----------------------------------------------------------------------------
 
     async def recover(self) -> int:
-        """Take up the turns that an earlier API process left; returns how many."""
-        pending_turns = await self._services.store.pending_turns()
+        """Take up the turns that an earlier life of this API process left; returns how many.
+
+        Those of others that share the store are theirs; a turn without an owner is anybody's.
+        """
+        store = self._services.store
+        mine = await store.pending_turns(owner=self._services.owner)
+        pending_turns = (*await store.pending_turns(owner=""), *mine)
         for pending in pending_turns:
             if pending.id in self._active:
                 continue

@@ -23,6 +23,7 @@ Does not know: HTTP status codes (appliance.errors maps codes to them).
       UnknownCallId              unknown_call_id
       IdempotencyKeyReused       idempotency_key_reused: same key, another body
       QuotaExceeded              session_quota_exceeded
+        TokenQuotaExceeded       kv_quota_exceeded
       StoreError
         StoreUnavailable         store_unavailable: down, locked, read-only, timed out
         StoreFull                store_full: disk or quota; reads go on
@@ -192,6 +193,10 @@ class IdempotencyKeyReused(SessionError):
 
 class QuotaExceeded(SessionError):
     code = "session_quota_exceeded"
+
+
+class TokenQuotaExceeded(QuotaExceeded):
+    code = "kv_quota_exceeded"
 
 
 class StoreError(SessionError):

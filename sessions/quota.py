@@ -8,21 +8,23 @@ made before a write, so concurrent writers may pass it by as many sessions as th
 from __future__ import annotations
 
 from sessions.config import SessionsConfig
-from sessions.errors import QuotaExceeded
+from sessions.errors import QuotaExceeded, TokenQuotaExceeded
 from sessions.store import TenantUsage
 
 
 def check_quota(config: SessionsConfig, usage: TenantUsage, *, new_sessions: int = 0) -> None:
-    """Raise `QuotaExceeded` if the tenant may not add `new_sessions`, or any token at all."""
+    """Raise `QuotaExceeded` if the tenant may not add `new_sessions` (0: none are added), or
+    `TokenQuotaExceeded` if it may not add any token at all.
+    """
     limit = config.max_sessions_per_tenant
-    if limit and usage.num_sessions + new_sessions > limit:
+    if limit and new_sessions and usage.num_sessions + new_sessions > limit:
         raise QuotaExceeded(
             f"the tenant has {usage.num_sessions} of {limit} sessions (hint: delete some, or "
             "raise sessions.max_sessions_per_tenant)"
         )
     limit = config.max_tokens_per_tenant
     if limit and usage.num_tokens >= limit:
-        raise QuotaExceeded(
+        raise TokenQuotaExceeded(
             f"the tenant's sessions hold {usage.num_tokens} of {limit} tokens (hint: delete or "
             "compact some, or raise sessions.max_tokens_per_tenant)"
         )

@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 
 from appliance.errors import ApiError
 from appliance.services import DEFAULT_TENANT, Services
+from appliance.session_history import SessionHistory
 from appliance.session_service import SessionService
 from appliance.session_views import SessionViews
 from appliance.turns import TurnService
@@ -31,6 +32,7 @@ class ApiContext:
     turns: TurnService
     sessions: SessionService
     views: SessionViews
+    history: SessionHistory
 
 
 class ClientGone(Exception):

@@ -133,6 +133,13 @@ class ForkCreate(StrictBody):
     metadata: dict[str, str] = Field(default_factory=dict)
 
 
+class Rollback(StrictBody):
+    """POST /v1/sessions/{id}/rollback: a turn, an item or a revision to go back to."""
+
+    to: str | int
+    expect_revision: Annotated[int, Field(ge=0)] | None = None
+
+
 class DialectBody(BaseModel):
     """A body of an OpenAI dialect: unknown fields are kept aside and logged once."""
 

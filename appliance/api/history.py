@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes that move a whole history: rollback, export, import; and the live event streams.
+
+Does not know: how any of it is done.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import StreamingResponse
+
+from appliance.api.context import Caller, Context, admin_only
+from appliance.api.sse import event_stream
+from appliance.api.wire import Rollback
+from appliance.session_watch import watch_cache, watch_session
+
+router = APIRouter(prefix="/v1", tags=["sessions"])
+
+JSON_LINES = "application/x-ndjson"
+
+
+@router.post("/sessions/import")
+async def import_session(request: Request, context: Context, caller: Caller) -> Any:
+    """Make a new session from the lines that an export gave; new id, this tenant, same history."""
+    return await context.history.import_(caller, await request.body())
+
+
+@router.get("/sessions/{session_id}/export", response_class=StreamingResponse)
+async def export_session(session_id: str, context: Context, caller: Caller) -> StreamingResponse:
+    """Return the session as JSON lines: a header, one line a record, an end line."""
+    lines = await context.history.export(caller, session_id)
+    return StreamingResponse(lines, media_type=JSON_LINES)
+
+
+@router.post("/sessions/{session_id}/rollback")
+async def rollback_session(
+    session_id: str, body: Rollback, context: Context, caller: Caller
+) -> Any:
+    """Go back to just behind a turn, an item or a revision: a new revision, the rest is gone."""
+    return await context.history.rollback(caller, session_id, body)
+
+
+@router.get("/sessions/{session_id}/events", response_model=None)
+async def session_events(session_id: str, context: Context, caller: Caller) -> Any:
+    """Follow a session's life and residency as SSE, from now until it is closed."""
+    frames = await watch_session(context.services, caller, session_id)
+    return event_stream(frames, context.services.config.server.heartbeat_s)
+
+
+@router.get("/cache/events", response_model=None, dependencies=[Depends(admin_only)])
+async def cache_events(context: Context) -> Any:
+    """Follow cache changes of every tenant as SSE; for the admin where keys are configured."""
+    return event_stream(watch_cache(context.services), context.services.config.server.heartbeat_s)
