@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton and Gluon kernels. Importing it registers them."""
 
-from kernels.triton import mla, moe
+from kernels.triton import mla, moe, rows
 
-__all__ = ["mla", "moe"]
+__all__ = ["mla", "moe", "rows"]

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over each row: RMSNorm with and without the residual add, SwiGLU's product, and MLA's
+norm + rope + store.
+
+Does not know: launches (rows.py). fp32 inside, rounded once to each destination's type, as in the
+references. Under programmatic dependent launch a kernel waits before its first read of what the
+kernel before it wrote.
+"""
+
+from __future__ import annotations
+
+from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    x_stride,
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program per row: out = norm(x [+ residual]) * weight; total keeps the sum."""
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    real = h < H
+    w = tl.load(weight + h, mask=real, other=0.0).to(tl.float32)
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    value = tl.load(x + row * x_stride + h, mask=real, other=0.0).to(tl.float32)
+    if ADDS:
+        value += tl.load(residual + row * H + h, mask=real, other=0.0).to(tl.float32)
+        kept = value.to(total.dtype.element_ty)
+        tl.store(total + row * H + h, kept, mask=real)
+        value = kept.to(tl.float32)
+    mean = tl.sum(value * value, axis=0) / H
+    normed = value * (1.0 / tl.sqrt(mean + eps)) * w
+    tl.store(out + row * H + h, normed.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def silu_and_mul_kernel(x, out, F: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+    """Program (row, block of F): out = silu(gate) * up."""
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = f < F
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    gate = tl.load(x + row * 2 * F + f, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * F + F + f, mask=real, other=0.0).to(tl.float32)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * F + f, value.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def mla_kv_write_kernel(
+    q_rope,
+    kv,
+    weight,
+    positions,
+    cos_sin,
+    pool,
+    slot_mapping,
+    q_stride,
+    q_head_stride,
+    kv_stride,
+    page_stride,
+    eps,
+    H: tl.constexpr,
+    H_PAD: tl.constexpr,
+    C: tl.constexpr,
+    C_PAD: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (token, 0) stores the latent and the key part, (token, 1) rotates the queries."""
+    token = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = R // 2
+    i = tl.arange(0, R_PAD // 2)
+    real = i < half
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    angle = cos_sin + tl.load(positions + token).to(tl.int64) * R
+    cos = tl.load(angle + i, mask=real, other=0.0)
+    sin = tl.load(angle + half + i, mask=real, other=0.0)
+    if tl.program_id(1) == 0:
+        c = tl.arange(0, C_PAD)
+        row = kv + token * kv_stride
+        latent = tl.load(row + c, mask=c < C, other=0.0).to(tl.float32)
+        w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
+        mean = tl.sum(latent * latent, axis=0) / C
+        latent = latent * (1.0 / tl.sqrt(mean + eps)) * w
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        place = pool + slot // PAGE * page_stride + slot % PAGE * (C + R)
+        tl.store(place + c, latent.to(pool.dtype.element_ty), mask=c < C)
+        low = tl.load(row + C + i, mask=real, other=0.0).to(tl.float32)
+        high = tl.load(row + C + half + i, mask=real, other=0.0).to(tl.float32)
+        tl.store(place + C + i, (low * cos - high * sin).to(pool.dtype.element_ty), mask=real)
+        tl.store(
+            place + C + half + i, (high * cos + low * sin).to(pool.dtype.element_ty), mask=real
+        )
+    else:
+        head = tl.arange(0, H_PAD)
+        at = q_rope + token * q_stride + head[:, None] * q_head_stride + i[None, :]
+        both = (head < H)[:, None] & real[None, :]
+        low = tl.load(at, mask=both, other=0.0).to(tl.float32)
+        high = tl.load(at + half, mask=both, other=0.0).to(tl.float32)
+        turned_low = low * cos[None, :] - high * sin[None, :]
+        turned_high = high * cos[None, :] + low * sin[None, :]
+        tl.store(at, turned_low.to(q_rope.dtype.element_ty), mask=both)
+        tl.store(at + half, turned_high.to(q_rope.dtype.element_ty), mask=both)
