@@ -118,7 +118,7 @@ def _decode(
     num_heads, nope_dim, latent_dim = weights.w_uk.shape
     q_HTN = q_THD[..., :nope_dim].transpose(0, 1)
     absorbed = q_THD.new_empty(q_THD.shape[0], num_heads, kv_pool_layer.shape[-1])
-    absorbed[..., :latent_dim] = torch.bmm(q_HTN, weights.w_uk).transpose(0, 1)
+    torch.bmm(q_HTN, weights.w_uk, out=absorbed[..., :latent_dim].transpose(0, 1))
     absorbed[..., latent_dim:] = q_THD[..., nope_dim:]
     cut = rows.num_prefill_rows
     o_THC = mla_decode(
@@ -130,4 +130,6 @@ def _decode(
         softmax_scale,
         workspace,
     )
-    return torch.bmm(o_THC.transpose(0, 1), weights.w_uv.transpose(1, 2)).transpose(0, 1)
+    o_THV = q_THD.new_empty(q_THD.shape[0], num_heads, weights.w_uv.shape[1])
+    torch.bmm(o_THC.transpose(0, 1), weights.w_uv.transpose(1, 2), out=o_THV.transpose(0, 1))
+    return o_THV

@@ -114,9 +114,9 @@ def mla_kv_write_kernel(
         head = tl.arange(0, H_PAD)
         at = q_rope + token * q_stride + head[:, None] * q_head_stride + i[None, :]
         both = (head < H)[:, None] & real[None, :]
-        low = tl.load(at, mask=both, other=0.0).to(tl.float32)
-        high = tl.load(at + half, mask=both, other=0.0).to(tl.float32)
-        turned_low = low * cos[None, :] - high * sin[None, :]
-        turned_high = high * cos[None, :] + low * sin[None, :]
-        tl.store(at, turned_low.to(q_rope.dtype.element_ty), mask=both)
-        tl.store(at + half, turned_high.to(q_rope.dtype.element_ty), mask=both)
+        first = tl.load(at, mask=both, other=0.0).to(tl.float32)
+        second = tl.load(at + half, mask=both, other=0.0).to(tl.float32)
+        turned = first * cos[None, :] - second * sin[None, :]
+        other = second * cos[None, :] + first * sin[None, :]
+        tl.store(at, turned.to(q_rope.dtype.element_ty), mask=both)
+        tl.store(at + half, other.to(q_rope.dtype.element_ty), mask=both)
