@@ -153,10 +153,8 @@ CASES: list[tuple[str, str, float, str, Case]] = [
 
 
 def machine() -> dict[str, str]:
-    cpu = next(
-        (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line),
-        platform.processor(),
-    )
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
@@ -169,7 +167,9 @@ def machine() -> dict[str, str]:
     }
 
 
-async def measure(url: str, runs: int, only: str, emit: Callable[[dict[str, object]], None]) -> None:
+async def measure(
+    url: str, runs: int, only: str, emit: Callable[[dict[str, object]], None]
+) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
         prompts = Prompts(seed=1)
         await complete(client, prompts.fresh(40), 32)

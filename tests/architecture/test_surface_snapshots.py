@@ -11,55 +11,55 @@ from appliance.cli import main as cli
 
 MAX_FIELDS = 60
 
-FIELDS = """
-server.host
-server.port
-server.api_keys
-server.cors_origins
-server.state_dir
-server.run_dir
-server.heartbeat_s
-server.replay_minutes
-server.max_body_mb
-server.drain_s
-server.max_restarts
-server.model_name
-server.model_aliases
-server.alias_all
-server.log_level
-sessions.store
-sessions.sqlite_path
-sessions.sqlite_max_bytes
-sessions.redis_url
-sessions.redis_key_prefix
-sessions.store_timeout_ms
-sessions.log_cache_bytes
-sessions.expires_after_ms
-sessions.expired_retention_ms
-sessions.idempotency_retention_ms
-sessions.max_sessions_per_tenant
-sessions.max_tokens_per_tenant
-engine.model
-engine.load_format
-engine.dtype
-engine.weights
-engine.num_threads
-engine.page_size
-engine.kv_pool_tokens
-engine.max_slots
-engine.token_budget
-engine.max_context_len
-engine.eager
-engine.deterministic
-engine.run_dir
-engine.drain_s
-engine.grammar.compile_threads
-engine.grammar.budget_ms
-engine.grammar.cache_bytes
-engine.scheduler.max_waiting
-engine.scheduler.keep_outputs_s
-engine.scheduler.keep_outputs_bytes
-""".split()
+FIELDS = [
+    "server.host",
+    "server.port",
+    "server.api_keys",
+    "server.cors_origins",
+    "server.state_dir",
+    "server.run_dir",
+    "server.heartbeat_s",
+    "server.replay_minutes",
+    "server.max_body_mb",
+    "server.drain_s",
+    "server.max_restarts",
+    "server.model_name",
+    "server.model_aliases",
+    "server.alias_all",
+    "server.log_level",
+    "sessions.store",
+    "sessions.sqlite_path",
+    "sessions.sqlite_max_bytes",
+    "sessions.redis_url",
+    "sessions.redis_key_prefix",
+    "sessions.store_timeout_ms",
+    "sessions.log_cache_bytes",
+    "sessions.expires_after_ms",
+    "sessions.expired_retention_ms",
+    "sessions.idempotency_retention_ms",
+    "sessions.max_sessions_per_tenant",
+    "sessions.max_tokens_per_tenant",
+    "engine.model",
+    "engine.load_format",
+    "engine.dtype",
+    "engine.weights",
+    "engine.num_threads",
+    "engine.page_size",
+    "engine.kv_pool_tokens",
+    "engine.max_slots",
+    "engine.token_budget",
+    "engine.max_context_len",
+    "engine.eager",
+    "engine.deterministic",
+    "engine.run_dir",
+    "engine.drain_s",
+    "engine.grammar.compile_threads",
+    "engine.grammar.budget_ms",
+    "engine.grammar.cache_bytes",
+    "engine.scheduler.max_waiting",
+    "engine.scheduler.keep_outputs_s",
+    "engine.scheduler.keep_outputs_bytes",
+]
 
 
 def leaves(node: dict[str, object], prefix: str = "") -> list[str]:
