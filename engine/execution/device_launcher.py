@@ -121,8 +121,8 @@ class DeviceLauncher:
         """Logits [S, V] of one step on the host; the batch's table replaces the device's."""
         with self._stream.enter():
             self._ring.advance()
-            num_slots, width = batch.page_table.shape
-            self._page_table[:num_slots, :width] = batch.page_table.to(self._page_table.device)
+            table = batch.page_table[: self._limits.max_slots].to(self._page_table.device)
+            self._page_table[: table.shape[0], : table.shape[1]] = table
             if batch.page_copies.shape[0]:
                 copy_pages(self._kv_pool, batch.page_copies)
             places = torch.from_numpy(self._forward(batch)).to(self._logits.device)

@@ -177,6 +177,9 @@ def _device_runner(
     config: EngineConfig, loaded: LoadedModel, layout: KvLayout
 ) -> DeviceModelRunner:
     """The pool takes what weights left free, less what steps need at their largest."""
+    is_capturable = loaded.dtype_name == "bfloat16"
+    if not is_capturable and not config.eager:
+        logger.warning("engine.eager is taken as set: %s runs without graphs", loaded.dtype_name)
     num_pages = count_pages(
         DevicePoolConfig(
             pool_tokens=config.kv_pool_tokens,
@@ -194,7 +197,7 @@ def _device_runner(
         max_tokens=config.token_budget,
         max_context_len=loaded.max_context_len,
         model_fingerprint=_fingerprint(loaded, layout),
-        eager=config.eager,
+        eager=config.eager or not is_capturable,
     )
 
 
