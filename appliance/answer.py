@@ -44,6 +44,7 @@ class AnswerReader:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     has_calls: bool = False
     has_truncated_call: bool = False
+    num_reasoning: int = 0  # tokens that brought reasoning
     _runs: list[list[str]] = field(default_factory=list)
     _last_kind: type | None = None
     _num_at_last_call_end: int = 0
@@ -65,7 +66,9 @@ class AnswerReader:
     def push(self, token_id: int) -> list[parsed.Event]:
         """Take one sampled token."""
         self.token_ids.append(token_id)
-        return self._parse(self._text_source.push((token_id,)))
+        events = self._parse(self._text_source.push((token_id,)))
+        self.num_reasoning += any(isinstance(event, parsed.ReasoningDelta) for event in events)
+        return events
 
     def finish(self, *, is_cut: bool) -> list[parsed.Event]:
         """No more tokens come. `is_cut`: not because the model was done."""

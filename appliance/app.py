@@ -17,11 +17,22 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from appliance.api import admin, chat, completions, health, history, models, sessions, turns
+from appliance.api import (
+    admin,
+    chat,
+    completions,
+    health,
+    history,
+    messages,
+    models,
+    responses,
+    sessions,
+    turns,
+)
 from appliance.api.context import ApiContext
 from appliance.api.wire import as_body_error
 from appliance.cli_options import VERSION
-from appliance.errors import ApiError, as_api_error, error_body, error_headers
+from appliance.errors import ApiError, as_api_error, error_body_for, error_headers
 from appliance.middleware import RequestFrame
 from appliance.services import Services
 from appliance.session_history import SessionHistory
@@ -39,7 +50,18 @@ SWEEP_EVERY_S = 30.0
 SWEEP_JOURNALS_EVERY_S = 5.0
 ROUTERS = tuple(
     module.router
-    for module in (history, sessions, turns, chat, completions, models, health, admin)
+    for module in (
+        history,
+        sessions,
+        turns,
+        chat,
+        completions,
+        responses,
+        messages,
+        models,
+        health,
+        admin,
+    )
 )
 
 
@@ -121,13 +143,14 @@ async def _sweep_forever(services: Services) -> None:
 def _add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_body_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _answer(as_body_error(error.errors()))
+        return _answer(request, as_body_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
         known = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
         code = known.get(error.status_code, "invalid_request")
-        return _answer(ApiError(code, f"{request.method} {request.url.path}: {error.detail}"))
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return _answer(request, ApiError(code, message))
 
     for kind in (ApiError, SessionError, EngineError, ToolSchemaError):
         app.add_exception_handler(kind, _on_room_error)
@@ -135,15 +158,16 @@ def _add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> JSONResponse:
         logger.error("internal error in %s %s", request.method, request.url.path, exc_info=error)
-        return _answer(as_api_error(error))
+        return _answer(request, as_api_error(error))
 
 
 async def _on_room_error(request: Request, error: Exception) -> JSONResponse:
     api_error = as_api_error(error)
     if api_error.code == "internal_error":
         logger.error("internal error in %s", request.url.path, exc_info=error)
-    return _answer(api_error)
+    return _answer(request, api_error)
 
 
-def _answer(error: ApiError) -> JSONResponse:
-    return JSONResponse(error_body(error), status_code=error.status, headers=error_headers(error))
+def _answer(request: Request, error: ApiError) -> JSONResponse:
+    body = error_body_for(request.url.path, error)
+    return JSONResponse(body, status_code=error.status, headers=error_headers(error))

@@ -20,6 +20,7 @@ TAGS = {
     "sessions": "Sessions",
     "turns": "Turns",
     "openai": "OpenAI dialects",
+    "anthropic": "Anthropic's dialect",
     "operations": "Operations",
     "admin": "Admin (the CLI's own key, or any caller where no keys are configured)",
 }

@@ -35,6 +35,7 @@ STATUS_BY_CODE: dict[str, int] = {
     "template_refused": 400,
     "invalid_request": 400,
     "invalid_grammar": 400,
+    "previous_response_not_found": 400,
     "grammar_budget_exceeded": 400,
     "context_length_exceeded": 400,
     # who asks, and for what
@@ -44,6 +45,7 @@ STATUS_BY_CODE: dict[str, int] = {
     "session_not_found": 404,
     "turn_not_found": 404,
     "item_not_found": 404,
+    "response_not_found": 404,
     "lease_not_found": 404,
     "method_not_allowed": 405,
     # the state of the session is against it
@@ -82,6 +84,15 @@ SAME_CODE = {
 }
 # Facts that errors of other rooms carry as attributes and clients need as fields.
 EXTRA_ATTRIBUTES = ("turn_id", "call_id", "call_ids", "expected", "actual")
+
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 def type_of_status(status: int) -> str:
@@ -144,6 +155,22 @@ def error_object(error: ApiError) -> dict[str, Any]:
 def error_body(error: ApiError) -> dict[str, Any]:
     """Return the whole JSON body."""
     return {"error": error_object(error)}
+
+
+def error_body_for(path: str, error: ApiError) -> dict[str, Any]:
+    """Return the body in the envelope of the dialect that lives at this path."""
+    if path.startswith(ANTHROPIC_PATH):
+        return anthropic_error_body(error)
+    return error_body(error)
+
+
+def anthropic_error_body(error: ApiError) -> dict[str, Any]:
+    """Return the whole JSON body in Anthropic's envelope; our code and path ride along."""
+    kind = ANTHROPIC_TYPES.get(error.status)
+    if kind is None:
+        kind = "invalid_request_error" if error.status < 500 else "api_error"
+    inner = {"type": kind, "message": error.message, "code": error.code, "param": error.param}
+    return {"type": "error", "error": inner}
 
 
 def error_headers(error: ApiError) -> dict[str, str]:

@@ -17,6 +17,7 @@ from tools_schema.formats.base import ToolFormat
 from tools_schema.structural_tag import (
     RESPONSE_FORMAT,
     GrammarPlan,
+    Reasoning,
     ResponseFormat,
     build_structural_tag,
 )
@@ -35,6 +36,7 @@ class GrammarQuestion:
     toolset: ToolSet
     choice: ToolChoice
     response_format: ResponseFormat | None = None
+    reasoning: Reasoning = "off"  # as the rendered prompt says
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class GrammarCompiler:
             question.toolset,
             question.choice,
             self.tool_format,
+            reasoning=question.reasoning,
             response_format=question.response_format,
             loosen=loosen,
         )

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.errors import ApiError, error_body
+from appliance.errors import ApiError, error_body_for
 from appliance.metrics import Metrics
 
 RECEIVED_S = "moorage.received_s"  # key in the ASGI scope: when the request's head was read
@@ -47,7 +47,7 @@ class RequestFrame:
 
         declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_body_bytes:
-            await self._refuse_body(send_framed)
+            await self._refuse_body(str(scope["path"]), send_framed)
             return
         await self._app(scope, self._limited(receive), send_framed)
 
@@ -67,10 +67,10 @@ class RequestFrame:
 
         return receive_limited
 
-    async def _refuse_body(self, send: Send) -> None:
+    async def _refuse_body(self, path: str, send: Send) -> None:
         message = f"the body is larger than {self._max_body_bytes} bytes"
         error = ApiError("request_too_large", message)
-        body = json.dumps(error_body(error)).encode()
+        body = json.dumps(error_body_for(path, error)).encode()
         head = [(b"content-type", b"application/json"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": error.status, "headers": head})
         await send({"type": "http.response.body", "body": body})

@@ -305,7 +305,10 @@ class PromptRenderer:
             ]
             names.update({call.call_id: call.name for call in calls})
             if message["role"] == "assistant":
-                rendered.append(self._assistant_message(message["content"], calls))
+                spoken = self._assistant_message(message["content"], calls)
+                if message.get("reasoning_content"):  # the template says whether it is shown
+                    spoken["reasoning_content"] = message["reasoning_content"]
+                rendered.append(spoken)
             else:
                 rendered.append(
                     {"role": _template_role(message["role"]), "content": message["content"]}

@@ -28,6 +28,7 @@ from appliance.metrics import Metrics
 from appliance.observed_store import ObservedStore
 from appliance.prompts import Head, HistoryEnd, PromptRenderer
 from appliance.response_events import ResponseEvents, derived_id
+from appliance.response_store import ResponseStore
 from appliance.session_hub import SessionHub
 from appliance.stores import build_store
 from appliance.supervisor import read_admin_key
@@ -39,16 +40,25 @@ from sessions.items import FunctionCall, Item
 from sessions.quota import check_quota
 from sessions.session import Session, items_record
 from sessions.store import SessionStore
+from sessions.token_codec import TOKEN_BYTES, decode_ids
 from sessions.turn_log import PRELUDE, Record, TurnLog
 from tools_schema.formats.base import ToolFormat
-from tools_schema.formats.registry import format_names, get_format, guess_format
+from tools_schema.formats.registry import (
+    DEFAULT_FORMAT,
+    format_names,
+    get_format,
+    guess_format,
+)
+from tools_schema.reasoning import reasoning_of_prompt
 from tools_schema.stream_parser import StreamParser, new_call_id
+from tools_schema.structural_tag import Reasoning
 from tools_schema.tool_choice import ToolChoice
 from tools_schema.tool_spec import ToolSet, parse_tools
 
 logger = logging.getLogger(__name__)
 
 MAX_TOOLSETS = 256
+REASONING_TAIL = 24  # tokens; a reasoning marker spelled in plain tokens fits
 DEFAULT_MODEL_NAME = "default"
 DEFAULT_TENANT = "default"
 FIRST_CONTACT_S = 30.0
@@ -70,6 +80,7 @@ class Services:
     clock_ms: Callable[[], int] = field(default=lambda: time.time_ns() // 1_000_000)
     admin_key: str = ""
     owner: str = ""  # this API process among those that share the store; the same after a restart
+    responses: ResponseStore = field(default_factory=ResponseStore)
     _toolsets: OrderedDict[bytes, ToolSet] = field(default_factory=OrderedDict)
 
     # Models -------------------------------------------------------------------------------
@@ -112,12 +123,16 @@ class Services:
 
     # Sessions as the model sees them ------------------------------------------------------
 
-    def toolset(self, tools: Sequence[Any]) -> ToolSet:
-        """Parse tools, or find them among those parsed lately. Raises InvalidSchemaError."""
-        key = msgspec.json.encode(tools)
+    def toolset(self, tools: Sequence[Any], *, skip_unknown: bool = False) -> ToolSet:
+        """Parse tools, or find them among those parsed lately.
+
+        `skip_unknown` leaves out tools that are no functions. Raises InvalidSchemaError.
+        """
+        key = msgspec.json.encode((skip_unknown, tools))
         known = self._toolsets.get(key)
         if known is None:
-            known = self._toolsets[key] = parse_tools(list(tools))
+            known = parse_tools(list(tools), skip_unknown=skip_unknown)
+            self._toolsets[key] = known
             if len(self._toolsets) > MAX_TOOLSETS:
                 self._toolsets.popitem(last=False)
         else:
@@ -206,8 +221,22 @@ class Services:
 
     # Answers ------------------------------------------------------------------------------
 
+    def reasoning_of(self, prompt: bytes) -> Reasoning:
+        """Return what the end of a rendered prompt says about reasoning."""
+        tool_format = self.renderer.tool_format
+        if tool_format.reasoning is None:
+            return "off"
+        tail = decode_ids(prompt[-REASONING_TAIL * TOKEN_BYTES :])
+        text = self.assets.tokenizer.decode(tail, with_control=True)
+        return reasoning_of_prompt(tool_format, text)
+
     def answer_reader(
-        self, turn_id: str | None, toolset: ToolSet, choice: ToolChoice, stop: Sequence[str]
+        self,
+        turn_id: str | None,
+        toolset: ToolSet,
+        choice: ToolChoice,
+        stop: Sequence[str],
+        reasoning: Reasoning = "off",
     ) -> AnswerReader:
         """Return a reader; with a turn's id, the ids of calls follow from it."""
         numbers = itertools.count()
@@ -215,6 +244,7 @@ class Services:
             self.renderer.tool_format,
             toolset,
             choice,
+            reasoning_open=reasoning == "on",
             call_id_factory=new_call_id
             if turn_id is None
             else lambda: derived_id("call", turn_id, next(numbers)),
@@ -231,10 +261,15 @@ class Services:
 
 
 def tool_format_of(assets: TextAssets) -> ToolFormat:
-    """Return the tool format of a model: what its loader recognised, else a guess."""
-    if assets.tool_format in format_names():
+    """Return the tool format of a model: its template's, else what its loader recognised.
+
+    The loader knows some models by name whose template says nothing of tools.
+    """
+    by_template = guess_format(assets.chat_template.source)
+    says_tools = by_template is not DEFAULT_FORMAT or assets.chat_template.supports_tools
+    if not says_tools and assets.tool_format in format_names():
         return get_format(str(assets.tool_format))
-    return guess_format(assets.chat_template.source)
+    return by_template
 
 
 def read_owner(state_dir: Path) -> str:

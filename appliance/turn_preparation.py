@@ -66,7 +66,10 @@ def prepare_turn(
         )
     params = turn_params(body, session.settings.tool_choice, limit - prompt_len)
     question = GrammarQuestion(
-        head.toolset, params.choice(head.toolset), params.parsed_response_format()
+        head.toolset,
+        params.choice(head.toolset),
+        params.parsed_response_format(),
+        services.reasoning_of(rendered.token_ids),
     )
     services.grammars.plan(question)
     return PendingTurn(
@@ -99,7 +102,13 @@ def build_run(
         pending=pending,
         params=params,
         events=events,
-        answer=services.answer_reader(pending.id, toolset, params.choice(toolset), params.stop),
+        answer=services.answer_reader(
+            pending.id,
+            toolset,
+            params.choice(toolset),
+            params.stop,
+            services.reasoning_of(pending.input_token_ids),
+        ),
         response=services.response_events(pending.id, toolset),
         client=services.client,
         records=log.records,

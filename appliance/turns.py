@@ -202,7 +202,10 @@ class TurnService:
             run.events.emit("turn.queued", {"position": num_ahead})
             toolset = run.response.toolset
             question = GrammarQuestion(
-                toolset, run.params.choice(toolset), run.params.parsed_response_format()
+                toolset,
+                run.params.choice(toolset),
+                run.params.parsed_response_format(),
+                self._services.reasoning_of(run.pending.input_token_ids),
             )
             plan = await run.unless_stopped(self._services.grammars.compiled(question))
             if plan is None:

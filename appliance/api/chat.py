@@ -22,15 +22,13 @@ from appliance.api.dialect import (
     chat_messages,
     log_unknown_once,
     new_request_id,
-    request_of,
-    sampling_of,
     usage_of,
 )
 from appliance.api.sse import DONE_FRAME, data_frame, event_stream
+from appliance.api.stateless import Ask, grammar_fallbacks, prepare
 from appliance.api.wire import UNSUPPORTED_CHAT, ChatRequest, refuse_unsupported
 from appliance.errors import ApiError, as_api_error, error_body
 from appliance.generation import Generation, Step
-from appliance.grammars import GrammarQuestion, spec_of
 from appliance.services import DEFAULT_TENANT
 from appliance.turn_params import stop_list
 from tools_schema import events as parsed
@@ -73,24 +71,18 @@ async def _prepare(context: ApiContext, body: ChatRequest, tenant: str) -> _Chat
     elif body.top_logprobs:
         raise ApiError("invalid_value", "top_logprobs: needs logprobs: true", "top_logprobs")
     max_tokens = body.max_completion_tokens or body.max_tokens
-    sampling = sampling_of(body, services, prompt, max_tokens, num_logprobs)
-    request_id = new_request_id("chatcmpl")
-    stop = stop_list(body.stop)
-    plan = await services.grammars.compiled(GrammarQuestion(toolset, choice, response_format))
-    run = Generation(
-        client=services.client,
-        metrics=services.metrics,
-        request=request_of(
-            request_id,
-            prompt,
-            sampling,
-            services,
-            tenant,
-            priority=body.priority,
-            grammar=spec_of(plan),
-        ),
-        answer=services.answer_reader(None, toolset, choice, stop),
+    ask = Ask(
+        request_id=new_request_id("chatcmpl"),
+        tenant=tenant,
+        prompt=prompt,
+        toolset=toolset,
+        choice=choice,
+        response_format=response_format,
+        stop=stop_list(body.stop),
+        max_tokens=max_tokens,
+        num_logprobs=num_logprobs,
     )
+    run, plan = await prepare(services, body, ask)
     return _Chat(body=body, run=run, plan=plan)
 
 
@@ -214,17 +206,13 @@ class _Chat:
         return data_frame(msgspec.json.encode(chunk))
 
     def _envelope(self, kind: str) -> dict[str, Any]:
-        envelope: dict[str, Any] = {
+        return {
             "id": self.run.request.request_id,
             "object": kind,
             "created": self.created,
             "model": self.body.model,
+            **grammar_fallbacks(self.plan),
         }
-        if self.plan.fallbacks:
-            envelope["x_grammar_fallback"] = [
-                {"tool": f.tool, "reason": f.reason, "path": f.path} for f in self.plan.fallbacks
-            ]
-        return envelope
 
 
 def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:

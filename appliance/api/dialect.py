@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from appliance.api.wire import SamplingBody, unknown_fields
+from appliance.api.wire import SamplingFields, unknown_fields
 from appliance.errors import ApiError
 from appliance.generation import Generation
 from appliance.services import Services
@@ -26,19 +26,31 @@ from sessions.token_codec import count
 logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_logged_fields: set[str] = set()
+MAX_LOGGED = 1000
+_logged: set[tuple[str, str]] = set()
 
 
 def log_unknown_once(body: BaseModel) -> None:
     """Say once per field name that it is ignored."""
     for name in unknown_fields(body):
-        if name not in _logged_fields and len(_logged_fields) < 1000:
-            _logged_fields.add(name)
-            logger.warning("ignored: unknown request field %r", name[:64])
+        log_ignored_once("unknown request field", name)
+
+
+def log_ignored_once(what: str, name: str) -> None:
+    """Say once that a part of requests has no effect."""
+    if (what, name) not in _logged and len(_logged) < MAX_LOGGED:
+        _logged.add((what, name))
+        logger.warning("ignored: %s %r", what, name[:64])
 
 
 def sampling_of(
-    body: SamplingBody, services: Services, prompt: bytes, max_tokens: int | None, num_logprobs: int
+    body: SamplingFields,
+    services: Services,
+    prompt: bytes,
+    max_tokens: int | None,
+    num_logprobs: int = -1,
+    *,
+    param: str = "messages",
 ) -> api.SamplingParams:
     """Return the sampling of a request; the output limit is cut to what the context holds.
 
@@ -50,7 +62,7 @@ def sampling_of(
             "context_length_exceeded",
             f"the prompt has {count(prompt)} tokens; the context holds "
             f"{services.max_context_len}, output included",
-            "messages",
+            param,
         )
     _check_ids(body.stop_token_ids or (), services, "stop_token_ids")
     _check_ids(body.logit_bias or (), services, "logit_bias")
@@ -117,6 +129,7 @@ def usage_of(run: Generation) -> dict[str, Any]:
         "prompt_tokens": run.num_prompt,
         "completion_tokens": run.num_output,
         "total_tokens": run.num_prompt + run.num_output,
+        "completion_tokens_details": {"reasoning_tokens": run.answer.num_reasoning},
     }
     if run.cache is not None:
         cached = run.cache.l1 + run.cache.l2 + run.cache.l3
@@ -172,7 +185,7 @@ def _chat_message(message: Any, path: str) -> dict[str, Any]:
         )
     shaped: dict[str, Any] = {
         "role": role,
-        "content": _content_text(message.get("content"), f"{path}.content"),
+        "content": content_text(message.get("content"), f"{path}.content"),
     }
     if role == "tool":
         call_id = message.get("tool_call_id")
@@ -180,17 +193,21 @@ def _chat_message(message: Any, path: str) -> dict[str, Any]:
             where = f"{path}.tool_call_id"
             raise ApiError("missing_field", f"{where}: must be a string; got {call_id!r}", where)
         shaped["tool_call_id"] = call_id
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if role == "assistant" and isinstance(thought, str):
+        shaped["reasoning_content"] = thought
     if role == "assistant" and message.get("tool_calls"):
         shaped["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
     return shaped
 
 
-def _content_text(content: Any, path: str) -> str:
+def content_text(content: Any, path: str) -> str:
+    """Return the text of a message's content. Raises: ApiError where it is anything else."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
+    if not isinstance(content, (list, tuple)):
         raise ApiError("invalid_type", f"{path}: must be a string or a list of parts", path)
     texts: list[str] = []
     for index, part in enumerate(content):

@@ -25,14 +25,25 @@ def _heartbeat() -> ServerSentEvent:
     return ServerSentEvent(comment="heartbeat", sep="\n")
 
 
+def _ping() -> ServerSentEvent:
+    return ServerSentEvent(event="ping", data='{"type":"ping"}', sep="\n")
+
+
 def event_stream(
-    frames: AsyncIterator[bytes], heartbeat_s: float, headers: dict[str, str] | None = None
+    frames: AsyncIterator[bytes],
+    heartbeat_s: float,
+    headers: dict[str, str] | None = None,
+    *,
+    pings: bool = False,
 ) -> EventSourceResponse:
-    """Stream ready-made frames; headers go out at once, a comment every `heartbeat_s`."""
+    """Stream ready-made frames; headers go out at once, a comment every `heartbeat_s`.
+
+    `pings`: Anthropic's ping event in place of the comment.
+    """
     return EventSourceResponse(
         frames,
         ping=heartbeat_s,
-        ping_message_factory=_heartbeat,
+        ping_message_factory=_ping if pings else _heartbeat,
         sep="\n",
         headers=headers,
     )
@@ -41,6 +52,11 @@ def event_stream(
 def data_frame(body: bytes) -> bytes:
     """Frame one JSON body as OpenAI's dialects do: no id, no event name."""
     return b"data: %s\n\n" % body
+
+
+def named_frame(event: str, body: bytes) -> bytes:
+    """Frame one JSON body under an event name."""
+    return b"event: %s\ndata: %s\n\n" % (event.encode(), body)
 
 
 def cursor_of(request: Request, starting_after: int | None) -> int:

@@ -151,12 +151,11 @@ class StreamOptions(DialectBody):
     continuous_usage_stats: bool = False
 
 
-class SamplingBody(DialectBody):
-    """What chat and plain completions have in common."""
+class SamplingFields(DialectBody):
+    """What every dialect has in common: the model, and how it is sampled."""
 
     model: str
     stream: bool = False
-    stream_options: StreamOptions | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -166,14 +165,20 @@ class SamplingBody(DialectBody):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[int, float] | None = None
     seed: Seed | None = None
-    stop: StopList = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    priority: int = 0
+
+
+class SamplingBody(SamplingFields):
+    """What chat and plain completions have in common."""
+
+    stream_options: StreamOptions | None = None
+    stop: StopList = None
     max_tokens: PositiveInt | None = None
     n: int | None = None
     return_token_ids: bool = False
-    priority: int = 0
 
 
 class ChatRequest(SamplingBody):
@@ -244,6 +249,9 @@ TOLERATED = frozenset(
     {
         "cache_control",
         "chat_template_kwargs",
+        "client_metadata",
+        "context_management",
+        "inference_geo",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_retention",
@@ -260,13 +268,13 @@ TOLERATED = frozenset(
 )
 
 
-def refuse_unsupported(body: SamplingBody, table: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_unsupported(body: DialectBody, table: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise ApiError for a field that asks for what is not supported."""
     values = {**body.model_dump(include=set(table)), **(body.model_extra or {})}
     for name, harmless in table.items():
         if name in values and values[name] not in harmless:
             raise ApiError("unsupported_parameter", f"{name}: not supported", name)
-    if body.n is not None and body.n != 1:
+    if isinstance(body, SamplingBody) and body.n not in (None, 1):
         raise ApiError("unsupported_parameter", f"n: only 1 is supported; got {body.n}", "n")
 
 

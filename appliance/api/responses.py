@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/responses: OpenAI's Responses dialect, stateless or continuing a stored response.
+
+Does not know: how items are read, text is generated or parsed. A client that wants its history's
+tokens kept as they were sampled uses a session.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
+from appliance.api.dialect import log_ignored_once, log_unknown_once
+from appliance.api.response_answer import ResponseAnswer
+from appliance.api.responses_input import chat_messages_of
+from appliance.api.sse import event_stream
+from appliance.api.stateless import Ask, ChatMessage, prepare, render_conversation
+from appliance.api.wire import refuse_unsupported
+from appliance.api.wire_agents import INCLUDES, UNSUPPORTED_RESPONSES, ResponsesRequest
+from appliance.errors import ApiError
+from appliance.services import DEFAULT_TENANT, Services
+from tools_schema.structural_tag import parse_response_format
+from tools_schema.tool_choice import parse_tool_choice
+
+logger = logging.getLogger(__name__)
+router = APIRouter(tags=["openai"])
+
+
+@router.post("/v1/responses", response_model=None)
+async def create_response(
+    body: ResponsesRequest, request: Request, context: Context, caller: Caller
+) -> Any:
+    """Answer a conversation of items; with `stream`, in events."""
+    refuse_unsupported(body, UNSUPPORTED_RESPONSES)
+    _check_include(body)
+    log_unknown_once(body)
+    context.services.check_model(body.model)
+    answer = await _prepare(context, body, caller or DEFAULT_TENANT)
+    if body.stream:
+        return event_stream(answer.frames(), context.services.config.server.heartbeat_s)
+    try:
+        return JSONResponse(await or_client_gone(request, answer.whole()))
+    except ClientGone:
+        return JSONResponse({}, status_code=499)
+
+
+@router.get("/v1/responses/{response_id}", response_model=None)
+async def get_response(
+    response_id: str, context: Context, caller: Caller, stream: bool = False
+) -> Any:
+    """Return a stored response."""
+    if stream:
+        message = "stream: events of a stored response are not kept; sessions keep a turn's"
+        raise ApiError("unsupported_parameter", message, "stream")
+    return context.services.responses.get(caller or DEFAULT_TENANT, response_id).wire
+
+
+@router.delete("/v1/responses/{response_id}", response_model=None)
+async def delete_response(response_id: str, context: Context, caller: Caller) -> Any:
+    """Forget a stored response; one that still runs goes on for its reader."""
+    context.services.responses.delete(caller or DEFAULT_TENANT, response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=None)
+async def cancel_response(response_id: str, context: Context, caller: Caller) -> Any:
+    """Stop a stored response that still runs; one that has ended is returned as it is."""
+    services = context.services
+    stored = services.responses.get(caller or DEFAULT_TENANT, response_id)
+    if stored.is_running:
+        stored.is_cancelled = True
+        stored.wire = {**stored.wire, "status": "cancelled"}
+        await services.client.abort(response_id)
+    return stored.wire
+
+
+def _check_include(body: ResponsesRequest) -> None:
+    for index, wanted in enumerate(body.include or ()):
+        if wanted not in INCLUDES:
+            where = f"include[{index}]"
+            raise ApiError("unsupported_parameter", f"{where}: {wanted!r} is not supported", where)
+
+
+async def _prepare(context: ApiContext, body: ResponsesRequest, tenant: str) -> ResponseAnswer:
+    """Render and check everything; the engine has heard only of the grammar."""
+    services = context.services
+    toolset = services.toolset(body.tools or [], skip_unknown=True)
+    for kind in toolset.skipped:
+        log_ignored_once("tool of type", kind)
+    messages = [*_previous(services, body, tenant), *chat_messages_of(body.input)]
+    head = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    if not messages and not head:
+        raise ApiError("invalid_value", "input: there is nothing to answer", "input")
+    ask = Ask(
+        request_id=f"resp_{secrets.token_hex(16)}",
+        tenant=tenant,
+        prompt=render_conversation(services, [*head, *messages], toolset),
+        toolset=toolset,
+        choice=parse_tool_choice(
+            body.tool_choice, toolset, body.parallel_tool_calls, dialect="responses"
+        ),
+        response_format=parse_response_format(
+            body.text.format if body.text is not None else None, "text.format"
+        ),
+        stop=(),
+        max_tokens=body.max_output_tokens,
+        param="input",
+    )
+    run, plan = await prepare(services, body, ask)
+    return ResponseAnswer(
+        body=body,
+        run=run,
+        plan=plan,
+        toolset=toolset,
+        messages=messages,
+        store=services.responses if body.store else None,
+        tenant=tenant,
+    )
+
+
+def _previous(services: Services, body: ResponsesRequest, tenant: str) -> list[ChatMessage]:
+    """The conversation that is continued; its instructions are not part of it."""
+    if body.previous_response_id is None:
+        return []
+    try:
+        stored = services.responses.get(tenant, body.previous_response_id)
+    except ApiError as error:
+        where = "previous_response_id"
+        message = f"{where}: {error.message}"
+        raise ApiError("previous_response_not_found", message, where) from None
+    if stored.is_running:
+        where = "previous_response_id"
+        raise ApiError("invalid_value", f"{where}: that response has not ended yet", where)
+    return stored.messages

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Responses that a client may come back to: to continue, read, cancel or delete them.
+
+Kept in the memory of this process, bounded by number, size and age; what must outlive the process
+is a session. Does not know: HTTP, how a response is made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from appliance.errors import ApiError
+
+MAX_RESPONSES = 1024
+MAX_BYTES = 256 << 20
+TTL_S = 3600.0
+
+
+@dataclass(slots=True, kw_only=True)
+class StoredResponse:
+    """`wire`: as GET answers. `messages`: the conversation up to and with its output."""
+
+    tenant: str
+    wire: dict[str, Any]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    is_cancelled: bool = False
+    expires_at_s: float = 0.0
+    num_bytes: int = 0
+
+    @property
+    def id(self) -> str:
+        return str(self.wire["id"])
+
+    @property
+    def is_running(self) -> bool:
+        return self.wire["status"] == "in_progress"
+
+
+@dataclass(slots=True)
+class ResponseStore:
+    """The oldest go first."""
+
+    max_responses: int = MAX_RESPONSES
+    max_bytes: int = MAX_BYTES
+    ttl_s: float = TTL_S
+    clock_s: Callable[[], float] = time.monotonic
+    _stored: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
+    _num_bytes: int = 0
+
+    def put(self, response: StoredResponse) -> None:
+        """Keep a response, anew where it is kept already."""
+        self._drop(response.id)
+        response.expires_at_s = self.clock_s() + self.ttl_s
+        response.num_bytes = len(msgspec.json.encode((response.wire, response.messages)))
+        self._stored[response.id] = response
+        self._num_bytes += response.num_bytes
+        self._make_room()
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse:
+        """Raises ApiError response_not_found, for another tenant's response too."""
+        self._make_room()
+        found = self._stored.get(response_id)
+        if found is None or found.tenant != tenant:
+            raise ApiError("response_not_found", f"no response {response_id[:64]!r} is stored here")
+        return found
+
+    def holds(self, response: StoredResponse) -> bool:
+        """Whether nobody has deleted it."""
+        found = self._stored.get(response.id)
+        return found is not None and found is response
+
+    def delete(self, tenant: str, response_id: str) -> StoredResponse:
+        """Raises ApiError response_not_found."""
+        found = self.get(tenant, response_id)
+        self._drop(response_id)
+        return found
+
+    def _make_room(self) -> None:
+        now_s = self.clock_s()
+        while self._stored:
+            oldest = next(iter(self._stored.values()))
+            is_over = len(self._stored) > self.max_responses or self._num_bytes > self.max_bytes
+            if not is_over and oldest.expires_at_s > now_s:
+                return
+            self._drop(oldest.id)
+
+    def _drop(self, response_id: str) -> None:
+        dropped = self._stored.pop(response_id, None)
+        if dropped is not None:
+            self._num_bytes -= dropped.num_bytes
