@@ -121,6 +121,36 @@ class DropPrefix(msgspec.Struct, tag="drop_prefix", kw_only=True):
     salt: str = ""
 
 
+class LeasePrefix(msgspec.Struct, tag="lease_prefix", kw_only=True):
+    """Promise to evict this prefix last, for so long; a lease of the same id is replaced.
+
+    The answer is a `LeaseReply`; what becomes of the lease later, a `LeaseChanged` to this peer.
+    Leases do not outlive their engine process.
+    """
+
+    query_id: str
+    lease_id: str
+    token_ids: bytes
+    ttl_ms: int
+    tenant: str = "default"
+    salt: str = ""
+
+
+class ReleaseLease(msgspec.Struct, tag="release_lease", kw_only=True):
+    """End a lease, granted or queued; nothing happens if there is none."""
+
+    lease_id: str
+
+
+class HintPrefix(msgspec.Struct, tag="hint_prefix", kw_only=True):
+    """Say how likely (0 to 1) the end of a cached prefix is to be continued."""
+
+    query_id: str
+    token_ids: bytes
+    expected_return: float
+    salt: str = ""
+
+
 class SubscribeKvEvents(msgspec.Struct, tag="subscribe_kv_events", kw_only=True):
     """From now on send (or stop sending) `KvEventBatch` to this peer."""
 
@@ -140,6 +170,9 @@ EngineInput = (
     | QueryTree
     | QueryPrefix
     | DropPrefix
+    | LeasePrefix
+    | ReleaseLease
+    | HintPrefix
     | SubscribeKvEvents
     | Ping
 )
@@ -254,6 +287,30 @@ class PrefixReply(msgspec.Struct, tag="prefix", kw_only=True):
     cache: CacheHit
 
 
+class LeaseReply(msgspec.Struct, tag="lease", kw_only=True):
+    """state: granted | clipped | queued | denied; reason: "" | not_resident | budget |
+    tenant_budget | expired."""
+
+    query_id: str
+    state: str
+    tokens_requested: int
+    tokens_granted: int
+    reason: str = ""
+
+
+class LeaseChanged(msgspec.Struct, tag="lease_changed", kw_only=True):
+    """kind: granted | clipped | denied (was queued), revoked (pressure cut it), expired."""
+
+    lease_id: str
+    kind: str
+    num_tokens: int  # still covered
+
+
+class HintReply(msgspec.Struct, tag="hint", kw_only=True):
+    query_id: str
+    num_tokens: int  # of the prefix that the cache holds
+
+
 class EngineHello(msgspec.Struct, tag="hello", kw_only=True):
     """Answer to the first message of a peer, and broadcast on start.
 
@@ -283,6 +340,9 @@ EngineOutput = (
     | StatsReply
     | TreeReply
     | PrefixReply
+    | LeaseReply
+    | LeaseChanged
+    | HintReply
     | EngineHello
     | Pong
 )

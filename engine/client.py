@@ -30,7 +30,14 @@ from engine.transport import ClientSocket, decode_outputs, pack_ids
 
 logger = logging.getLogger(__name__)
 
-Reply = api.GrammarCompiled | api.StatsReply | api.TreeReply | api.PrefixReply
+Reply = (
+    api.GrammarCompiled
+    | api.StatsReply
+    | api.TreeReply
+    | api.PrefixReply
+    | api.LeaseReply
+    | api.HintReply
+)
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
 MISSED_PINGS_UNREADY = 4
@@ -67,6 +74,7 @@ class EngineClient:
         self._queries: dict[str, tuple[api.EngineInput, asyncio.Future[Any]]] = {}
         self._query_ids = itertools.count()
         self._restart_callbacks: list[Callable[[api.EngineHello], None]] = []
+        self._lease_callbacks: list[Callable[[api.LeaseChanged], None]] = []
         self._kv_queues: list[KvEventQueue] = []
 
     # Life ---------------------------------------------------------------------------------
@@ -206,6 +214,57 @@ class EngineClient:
         raw = token_ids if isinstance(token_ids, bytes) else pack_ids(token_ids)
         await self._send(api.DropPrefix(token_ids=raw, keep_tokens=keep_tokens, salt=salt))
 
+    async def lease(
+        self,
+        lease_id: str,
+        token_ids: bytes,
+        ttl_ms: int,
+        *,
+        tenant: str = "default",
+        salt: str = "",
+        timeout_s: float = 10.0,
+    ) -> api.LeaseReply:
+        """Ask for a lease, or renew it. Raises: EngineUnavailableError.
+
+        A new engine knows none of the old one's leases: `on_restart` is the time to ask again.
+        """
+        query_id = self._next_query_id()
+        message = api.LeasePrefix(
+            query_id=query_id,
+            lease_id=lease_id,
+            token_ids=token_ids,
+            ttl_ms=ttl_ms,
+            tenant=tenant,
+            salt=salt,
+        )
+        return await self._ask(api.LeaseReply, query_id, message, timeout_s)
+
+    async def release_lease(self, lease_id: str) -> None:
+        """End a lease; nothing happens if there is none of that id."""
+        await self._send(api.ReleaseLease(lease_id=lease_id))
+
+    def on_lease_change(self, callback: Callable[[api.LeaseChanged], None]) -> None:
+        """Call `callback` when a lease that this client asked for is granted, cut or over."""
+        self._lease_callbacks.append(callback)
+
+    async def hint_prefix(
+        self,
+        token_ids: bytes,
+        expected_return: float,
+        *,
+        salt: str = "",
+        timeout_s: float = 10.0,
+    ) -> int:
+        """Weigh a prefix for eviction; how many of its tokens are cached.
+
+        Raises: EngineUnavailableError.
+        """
+        query_id = self._next_query_id()
+        message = api.HintPrefix(
+            query_id=query_id, token_ids=token_ids, expected_return=expected_return, salt=salt
+        )
+        return (await self._ask(api.HintReply, query_id, message, timeout_s)).num_tokens
+
     async def kv_events(self) -> AsyncGenerator[api.KvEventBatch, None]:
         """Cache changes from now on. An event of kind `reset` says that earlier ones are void."""
         queue = KvEventQueue()
@@ -289,8 +348,17 @@ class EngineClient:
                     await self._feed(stream, message)
             case api.GrammarCompiled():
                 self._answer(message.compile_id, message)
-            case api.StatsReply() | api.TreeReply() | api.PrefixReply():
+            case (
+                api.StatsReply()
+                | api.TreeReply()
+                | api.PrefixReply()
+                | api.LeaseReply()
+                | api.HintReply()
+            ):
                 self._answer(message.query_id, message)
+            case api.LeaseChanged():
+                for callback in self._lease_callbacks:
+                    callback(message)
             case api.KvEventBatch():
                 for queue in self._kv_queues:
                     queue.put(message)

@@ -82,6 +82,14 @@ class ControlPlane:
         self._scheduler.drop_prefix(token_ids, message.keep_tokens, message.salt)
         self._publish_changes()
 
+    def hint_prefix(self, message: api.HintPrefix) -> api.HintReply:
+        """Weigh a prefix for eviction. Raises: ValueError for broken ids or no probability."""
+        if not 0.0 <= message.expected_return <= 1.0:
+            raise RequestError("expected_return", message.expected_return, "0 to 1")
+        token_ids = unpack_ids(message.token_ids).astype(np.int32)
+        num_tokens = self._scheduler.hint_prefix(token_ids, message.expected_return, message.salt)
+        return api.HintReply(query_id=message.query_id, num_tokens=num_tokens)
+
     def tree(self, message: api.QueryTree) -> api.TreeReply:
         """A bounded snapshot of the radix tree."""
         wanted = max(0, min(message.max_nodes, MAX_TREE_NODES))

@@ -17,6 +17,7 @@ from engine.grammar.compiler import CompileJob
 from engine.loop.control_plane import ControlPlane
 from engine.loop.counters import Counters
 from engine.loop.grammar_desk import GrammarDesk
+from engine.loop.lease_desk import LeaseDesk
 from engine.loop.outbox import Outbox
 from engine.loop.request_desk import RequestDesk
 from engine.transport import decode_input
@@ -35,6 +36,7 @@ class Inbox:
         instance_id: str,
         desk: RequestDesk,
         control: ControlPlane,
+        leases: LeaseDesk,
         grammars: GrammarDesk,
         outbox: Outbox,
         counters: Counters,
@@ -43,6 +45,7 @@ class Inbox:
         self._instance_id = instance_id
         self._desk = desk
         self._control = control
+        self._leases = leases
         self._grammars = grammars
         self._outbox = outbox
         self._counters = counters
@@ -83,6 +86,12 @@ class Inbox:
                 self._outbox.reply(peer, self._control.query_prefix(message))
             case api.DropPrefix():
                 self._control.drop_prefix(message)
+            case api.LeasePrefix():
+                self._outbox.reply(peer, self._leases.lease(peer, message, self._now_ms()))
+            case api.ReleaseLease():
+                self._leases.release(message.lease_id)
+            case api.HintPrefix():
+                self._outbox.reply(peer, self._control.hint_prefix(message))
             case api.SubscribeKvEvents():
                 self._outbox.subscribe_kv(peer, message.enabled)
 

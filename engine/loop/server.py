@@ -28,6 +28,7 @@ from engine.loop.event_loop import EngineLoop
 from engine.loop.grammar_desk import GrammarDesk
 from engine.loop.inbox import Inbox
 from engine.loop.intake import ModelLimits, unspeakable_ids
+from engine.loop.lease_desk import LeaseDesk
 from engine.loop.outbox import Outbox
 from engine.loop.request_desk import RequestDesk
 from engine.transport import EngineSocket
@@ -92,7 +93,9 @@ class EngineServer:
         self._socket = socket
         outbox = Outbox(self._socket, self._hello(runner))
         counters = Counters()
-        control = ControlPlane(build_scheduler(config, runner), outbox)
+        scheduler = build_scheduler(config, runner)
+        control = ControlPlane(scheduler, outbox)
+        leases = LeaseDesk(scheduler, outbox)
         grammars = GrammarDesk(grammar_compiler)
         limits = ModelLimits(
             vocab_size=runner.vocab_size,
@@ -115,11 +118,13 @@ class EngineServer:
             instance_id=self.instance_id,
             desk=self._desk,
             control=control,
+            leases=leases,
             grammars=grammars,
             outbox=outbox,
             counters=counters,
             now_ms=_now_ms,
         )
+        self._leases = leases
         self._executor = Executor(runner, wake.set)
         self._loop = EngineLoop(
             desk=self._desk,
@@ -154,6 +159,7 @@ class EngineServer:
                         break
                     self._inbox.take(*received)
                 self._loop.turn()
+                self._leases.tell()
         finally:
             self._close()
 

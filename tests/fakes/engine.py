@@ -14,6 +14,7 @@ import hashlib
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -66,6 +67,8 @@ class FakeEngine:
         self.requests: list[api.GenerateRequest] = []
         self.aborted: list[str] = []
         self.grammars: list[api.GrammarSpec] = []
+        self.hints: list[api.HintPrefix] = []
+        self._changes: deque[api.LeaseChanged] = deque()
         self._shape = (vocab_size, max_context_len, page_size, num_pages)
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -117,6 +120,7 @@ class FakeEngine:
         self._requests: dict[str, _Request] = {}
         self._cached: dict[str, list[list[int]]] = {}
         self._num_tokens = 0
+        self.leases: dict[str, tuple[int, bytes]] = {}
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -126,6 +130,7 @@ class FakeEngine:
                 poller.poll(self._wait_ms())
                 while (received := self._socket.receive()) is not None:
                     self._handle(*received)
+                self._tell_lease_changes()
                 if self._running.is_set():
                     self._sample_due()
         finally:
@@ -192,6 +197,15 @@ class FakeEngine:
                 ids = unpack_ids(message.token_ids).tolist()
                 kept = [s for s in self._cached.get(message.salt, []) if s[: len(ids)] != ids]
                 self._cached[message.salt] = [*kept, ids[: message.keep_tokens]]
+            case api.LeasePrefix():
+                self._send([peer], self._lease(peer, message))
+            case api.ReleaseLease():
+                self.leases.pop(message.lease_id, None)
+            case api.HintPrefix():
+                ids = unpack_ids(message.token_ids).tolist()
+                self.hints.append(message)
+                num_tokens = self._hit(ids, message.salt, len(ids)).l1
+                self._send([peer], api.HintReply(query_id=message.query_id, num_tokens=num_tokens))
             case api.SubscribeKvEvents():
                 (self._kv_peers.add if message.enabled else self._kv_peers.discard)(peer)
             case api.Ping():
@@ -365,6 +379,41 @@ class FakeEngine:
         if events:
             self._send(list(self._kv_peers), api.KvEventBatch(events=tuple(events)))
         return hashes
+
+    def _lease(self, peer: bytes, message: api.LeasePrefix) -> api.LeaseReply:
+        """As the scheduler answers: what is cached, within half of the pool."""
+        self.leases.pop(message.lease_id, None)
+        ids = unpack_ids(message.token_ids).tolist()
+        found = self._hit(ids, message.salt, len(ids)).l1
+        room = self._shape[3] * self._shape[2] // 2 - sum(n for n, _ in self.leases.values())
+        granted = min(found, max(0, room))
+        reason = "" if found >= len(ids) - 1 else "not_resident"
+        state = "denied"
+        if found and granted < found:
+            state, reason = ("clipped" if granted else "queued"), "budget"
+        elif found:
+            state = "clipped" if reason else "granted"
+        if state != "denied":
+            self.leases[message.lease_id] = (granted, peer)
+        return api.LeaseReply(
+            query_id=message.query_id,
+            state=state,
+            tokens_requested=len(ids),
+            tokens_granted=granted,
+            reason=reason,
+        )
+
+    def change_lease(self, lease_id: str, kind: str, num_tokens: int) -> None:
+        """Tell who holds a lease that it changed, from the serving thread."""
+        self._changes.append(api.LeaseChanged(lease_id=lease_id, kind=kind, num_tokens=num_tokens))
+
+    def _tell_lease_changes(self) -> None:
+        while self._changes:
+            change = self._changes.popleft()
+            _, peer = self.leases.pop(change.lease_id)
+            if change.num_tokens:
+                self.leases[change.lease_id] = (change.num_tokens, peer)
+            self._send([peer], change)
 
     def _stats(self) -> dict[str, float]:
         running = sum(r.finished is None for r in self._requests.values())
