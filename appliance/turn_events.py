@@ -3,13 +3,16 @@
 
 Each event is framed for SSE when it is emitted and appended to a journal file, so a restarted
 API process hands out the very bytes, under the very numbers, that readers saw before the crash.
-(The journal is not synced: it outlives the process, not the machine.) Does not know: HTTP, what
+(The journal is not synced: it outlives the process, not the machine. Where the disk takes no more,
+a turn goes on without it: its readers lose nothing, only a crash would.) Does not know: HTTP, what
 the events mean.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+logger = logging.getLogger(__name__)
 
 CONTENT_PREFIX = "response."
 MEMORY_S = 15.0  # how long an ended turn's frames stay in memory
@@ -38,6 +43,7 @@ class TurnEvents:
     num_readers: int = 0
     on_readers_gone: Callable[[], None] | None = None
     _journal_fd: int = -1
+    _journal: Path | None = None  # None: there is none, or it was given up
     _num_to_skip: int = 0  # content events that a resumed turn will emit again
     _seen_types: frozenset[str] = frozenset()  # before the crash this turn is taken up after
     _grown: asyncio.Event = field(default_factory=asyncio.Event)
@@ -57,8 +63,7 @@ class TurnEvents:
         if self.is_closed or self._is_repeated(event_type):
             return
         frame = _frame(event_type, len(self.frames) + 1, self.session_id, self.turn_id, fields)
-        if self._journal_fd >= 0:
-            os.write(self._journal_fd, frame)
+        self._write(frame)
         self.frames.append(frame)
         self._wake()
 
@@ -68,10 +73,13 @@ class TurnEvents:
             return
         self.is_closed = True
         self.closed_at_s = time.monotonic()
-        if self._journal_fd >= 0:
-            os.close(self._journal_fd)
-            self._journal_fd = -1
+        self._close_journal()
         self._wake()
+
+    @property
+    def is_journalled(self) -> bool:
+        """Every event so far is in the journal."""
+        return self._journal is not None
 
     async def read(self, starting_after: int) -> AsyncIterator[bytes]:
         """Yield the frames of every event numbered above `starting_after`, then live ones."""
@@ -104,6 +112,39 @@ class TurnEvents:
                 return True
             return False
         return event_type in ONCE_PER_TURN and event_type in self._seen_types
+
+    def _open_journal(self, path: Path, num_bytes: int) -> None:
+        """Go on behind the first `num_bytes` of a journal (a crash may have cut its last line)."""
+        self._journal = path
+        try:
+            self._journal_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.ftruncate(self._journal_fd, num_bytes)
+        except OSError as error:
+            self._give_up_journal(error)
+
+    def _write(self, frame: bytes) -> None:
+        if self._journal_fd < 0:
+            return
+        rest = memoryview(frame)
+        try:
+            while rest:
+                rest = rest[os.write(self._journal_fd, rest) :]
+        except OSError as error:
+            self._give_up_journal(error)
+
+    def _give_up_journal(self, error: OSError) -> None:
+        """A journal with a gap would replay a turn that never was: rather none at all."""
+        logger.warning("journal given up: %s", error, extra={"turn_id": self.turn_id})
+        self._close_journal()
+        if self._journal is not None:
+            with contextlib.suppress(OSError):
+                self._journal.unlink()
+        self._journal = None
+
+    def _close_journal(self) -> None:
+        if self._journal_fd >= 0:
+            os.close(self._journal_fd)
+            self._journal_fd = -1
 
     def _wake(self) -> None:
         self._grown.set()
@@ -156,9 +197,7 @@ class EventJournals:
     def create(self, session_id: str, turn_id: str) -> TurnEvents:
         """Start the events of a new turn."""
         events = TurnEvents(session_id, turn_id)
-        events._journal_fd = os.open(
-            self._path(turn_id), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o600
-        )
+        events._open_journal(self._path(turn_id), 0)
         self._turns[turn_id] = events
         return events
 
@@ -169,9 +208,7 @@ class EventJournals:
         types = [_event_type(frame) for frame in frames]
         events._num_to_skip = sum(name.startswith(CONTENT_PREFIX) for name in types)
         events._seen_types = frozenset(types)
-        path = self._path(turn_id)
-        path.write_bytes(b"".join(frames))  # without a last line that was cut by the crash
-        events._journal_fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        events._open_journal(self._path(turn_id), sum(map(len, frames)))
         self._turns[turn_id] = events
         return events
 
@@ -181,12 +218,16 @@ class EventJournals:
         if events is not None:
             return events if events.session_id == session_id else None
         path = self._path(turn_id)
-        if not path.exists() or time.time() - path.stat().st_mtime > self.replay_s:
+        try:
+            age_s = time.time() - path.stat().st_mtime
+        except (OSError, ValueError):  # none there, or a name no file can have
+            return None
+        if age_s > self.replay_s:
             return None
         frames = self._read_frames(turn_id)
         if not frames or decode_frame(frames[0])["session_id"] != session_id:
             return None
-        events = TurnEvents(session_id, turn_id, frames)
+        events = TurnEvents(session_id, turn_id, frames, _journal=path)
         events.close()
         self._turns[turn_id] = events
         return events
@@ -200,7 +241,7 @@ class EventJournals:
             age_s = now_s - events.closed_at_s
             if age_s > self.replay_s:
                 self.drop(turn_id)
-            elif age_s > MEMORY_S and not events.num_readers:
+            elif age_s > MEMORY_S and not events.num_readers and events.is_journalled:
                 del self._turns[turn_id]  # `find` reads it back from its file
 
     def sweep_files(self) -> None:

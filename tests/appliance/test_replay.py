@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
+import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
 from appliance.turn_events import EventJournals
 from tests.fakes.appliance import Json, RunningApp, says, sse_events
@@ -192,3 +196,64 @@ def test_another_session_s_events_are_not_found_under_one_s_own(app: RunningApp)
             app.services.journals._turns.clear()
         reply = app.get(f"/v1/sessions/{other}/turns/{turn_id}/events")
         assert app.error(reply)[:2] == (404, "turn_not_found")
+
+
+@contextlib.contextmanager
+def files_end_at(num_bytes: int) -> Iterator[None]:
+    """No file of this process may grow past `num_bytes`: a full disk, byte for byte."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 1, 150, 200, 400])
+def test_a_disk_that_fills_up_at_any_byte_costs_no_reader_an_event(
+    tmp_path: Path, room: int
+) -> None:
+    journals = EventJournals(tmp_path, replay_s=60.0)
+    with files_end_at(room):
+        events = journals.create("sess_a", "turn_a")
+        for name in ("turn.created", "turn.queued", "turn.in_progress", "turn.completed"):
+            events.emit(name, {})
+        events.close()
+    frames = list(events.frames)
+    assert [json.loads(f.split(b"data: ")[1])["sequence_number"] for f in frames] == [1, 2, 3, 4]
+    # No journal with a gap is left behind, and what only memory has stays there.
+    assert list(tmp_path.iterdir()) == []
+    events.closed_at_s -= 30.0
+    journals.sweep()
+    found = journals.find("sess_a", "turn_a")
+    assert found is not None and found.frames == frames
+    events.closed_at_s -= 60.0
+    journals.sweep()
+    assert journals.find("sess_a", "turn_a") is None
+
+
+def test_a_turn_is_taken_up_from_its_journal_on_a_full_disk(tmp_path: Path) -> None:
+    before = EventJournals(tmp_path, replay_s=60.0).create("sess_a", "turn_a")
+    before.emit("turn.created", {})
+    before.emit("turn.queued", {})
+    path = tmp_path / "turn_a.events"
+    path.write_bytes(path.read_bytes()[:-5])  # the crash cut the last event
+    with files_end_at(0):
+        events = EventJournals(tmp_path, replay_s=60.0).reopen("sess_a", "turn_a")
+        assert events.frames == before.frames[:1]
+        events.emit("turn.failed", {})
+        events.close()
+    assert events.has_terminal
+
+
+@pytest.mark.parametrize("turn_id", ["t" * 300, "%00", "turn_%ff", "turn_none"])
+def test_a_turn_id_that_is_none_is_not_found_whatever_it_looks_like(
+    app: RunningApp, turn_id: str
+) -> None:
+    path = f"/v1/sessions/{app.session()}/turns/{turn_id}"
+    for reply in (
+        app.http.get(path),
+        app.http.get(f"{path}/events"),
+        app.http.post(f"{path}/cancel"),
+    ):
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "turn_not_found")
