@@ -39,7 +39,7 @@ class StoredResponse:
 
     @property
     def is_running(self) -> bool:
-        return self.wire["status"] == "in_progress"
+        return bool(self.wire["status"] == "in_progress")
 
 
 @dataclass(slots=True)

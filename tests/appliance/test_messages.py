@@ -272,13 +272,15 @@ def test_bad_input_is_refused_in_anthropic_s_envelope(
 def test_errors_are_the_client_s_own_classes(app: RunningApp, client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(**{**BASE, "model": "claude-9"})
-    assert missing.value.body["error"]["type"] == "not_found_error"
+    body: Any = missing.value.body
+    assert body["error"]["type"] == "not_found_error"
     reply = app.http.post("/v1/messages", content=b"{", headers={"content-type": "text/plain"})
     assert reply.json()["type"] == "error"
     too_long = [{"role": "user", "content": "word " * 9000}]
     with pytest.raises(anthropic.BadRequestError) as long:
         client.messages.create(**{**BASE, "messages": too_long})
-    assert long.value.body["error"]["code"] == "context_length_exceeded"
+    body = long.value.body
+    assert body["error"]["code"] == "context_length_exceeded"
 
 
 def test_an_engine_error_in_a_stream_is_an_error_event(app: RunningApp) -> None:

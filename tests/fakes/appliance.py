@@ -60,6 +60,7 @@ class RunningApp:
         grammar_check: GrammarCheck = lambda spec: None,
         max_context_len: int = 8192,
         with_engine: bool = True,
+        assets: TextAssets | None = None,
         **engine_options: Any,
     ) -> None:
         server = {"state_dir": str(root / "s"), "port": 0, "drain_s": 0.0}
@@ -76,6 +77,7 @@ class RunningApp:
             **engine_options,
         )
         self._with_engine = with_engine
+        self._assets = assets
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.services: Services
@@ -96,7 +98,7 @@ class RunningApp:
         self.engine.stop()
 
     def start(self) -> None:
-        self.services = build_services(self.config, default_assets())
+        self.services = build_services(self.config, self._assets or default_assets())
         self.asgi = create_app(self.services)
         config = uvicorn.Config(self.asgi, ws="none", log_config=None, timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
