@@ -45,7 +45,7 @@ class AdminClient:
             reply = self._client.request(method, path, params=given, json=body)
         except httpx.HTTPError as error:
             raise AdminError(f"{self.url}: {error}") from error
-        if reply.status_code >= 400:
+        if not reply.is_success:  # a redirect too: some argument made another path of ours
             raise AdminError(_error_line(reply))
         return dict(reply.json())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import quote
 
 import click
 
@@ -23,6 +24,11 @@ def ask(settings: Settings, method: str, path: str, **options: Any) -> dict[str,
         return AdminClient(settings.load().server.run_dir).call(method, path, **options)
     except AdminError as error:
         fail(str(error))
+
+
+def path_of(session_id: str) -> str:
+    """Return the path of a session, whatever was typed for its id."""
+    return f"/v1/sessions/{quote(session_id, safe='')}"
 
 
 def print_json(value: Any) -> None:
@@ -78,8 +84,8 @@ def sessions_ls(settings: Settings, status: str | None, limit: int, as_json: boo
 @with_settings
 def sessions_show(settings: Settings, session_id: str, as_json: bool) -> None:
     """Show a session and its turns."""
-    session = ask(settings, "GET", f"/v1/sessions/{session_id}")
-    turns = ask(settings, "GET", f"/v1/sessions/{session_id}/turns")["data"]
+    session = ask(settings, "GET", path_of(session_id))
+    turns = ask(settings, "GET", f"{path_of(session_id)}/turns")["data"]
     if as_json:
         return print_json({"session": session, "turns": turns})
     for name in ("id", "status", "revision", "model", "num_tokens", "num_items", "metadata"):
@@ -95,7 +101,7 @@ def sessions_show(settings: Settings, session_id: str, as_json: bool) -> None:
 @with_settings
 def sessions_explain(settings: Settings, session_id: str, which: str, as_json: bool) -> None:
     """Say what a turn reused of the cache, why not more, and where its wait went."""
-    turns = ask(settings, "GET", f"/v1/sessions/{session_id}/turns")["data"]
+    turns = ask(settings, "GET", f"{path_of(session_id)}/turns")["data"]
     turn = _pick(turns, which)
     cache = turn.get("cache", {})
     facts = {
@@ -124,7 +130,7 @@ def sessions_explain(settings: Settings, session_id: str, which: str, as_json: b
 def sessions_close(settings: Settings, session_id: str, keep_cache: bool, as_json: bool) -> None:
     """Close a session: its transcript is deleted."""
     params = {"cache": "decay" if keep_cache else "release"}
-    reply = ask(settings, "DELETE", f"/v1/sessions/{session_id}", params=params)
+    reply = ask(settings, "DELETE", path_of(session_id), params=params)
     print_json(reply) if as_json else click.echo(f"closed {session_id}")
 
 
@@ -137,7 +143,7 @@ def sessions_close(settings: Settings, session_id: str, keep_cache: bool, as_jso
 def sessions_fork(settings: Settings, session_id: str, at: str, count: int, as_json: bool) -> None:
     """Fork a session; prints the children's ids."""
     body = {"at": at, "n": count}
-    reply = ask(settings, "POST", f"/v1/sessions/{session_id}/fork", body=body)
+    reply = ask(settings, "POST", f"{path_of(session_id)}/fork", body=body)
     if as_json:
         return print_json(reply)
     for child in reply["data"]:
@@ -150,11 +156,11 @@ def sessions_fork(settings: Settings, session_id: str, at: str, count: int, as_j
 @with_settings
 def sessions_cancel(settings: Settings, session_id: str, as_json: bool) -> None:
     """Stop the turn that runs in a session."""
-    session = ask(settings, "GET", f"/v1/sessions/{session_id}")
+    session = ask(settings, "GET", path_of(session_id))
     turn_id = session["current_turn"]
     if turn_id is None:
         fail(f"no turn runs in {session_id}")
-    turn = ask(settings, "POST", f"/v1/sessions/{session_id}/turns/{turn_id}/cancel")
+    turn = ask(settings, "POST", f"{path_of(session_id)}/turns/{turn_id}/cancel")
     if as_json:
         return print_json(turn)
     click.echo(f"{turn_id}: {turn['status']}, {turn.get('committed_tokens', 0)} tokens kept")
