@@ -13,7 +13,7 @@ import torch
 from engine.layers.rope import rope_table
 from engine.models.config import DecoderConfig
 from engine.models.model import LoadOptions
-from engine.weights.reader import WeightReader
+from engine.weights.reader import CheckingReader, WeightReader
 from kernels.llama_stack import LlamaLayer, LlamaShape, LlamaStack, PagedRows
 from kernels.ops.llama import llama_forward
 from kernels.packed_weight import PackedWeight, Weight, concat_rows
@@ -45,10 +45,10 @@ class LlamaForCausalLM:
         """Build the model from a checkpoint.
 
         Raises:
-            WeightMismatchError: a tensor is missing or of another shape.
+            WeightMismatchError: a tensor is missing or of another shape; before any is read.
         """
-        loader = _StackLoader(config, reader, options)
-        return cls(config, loader.stack())
+        _StackLoader(config, CheckingReader(reader), options).check()
+        return cls(config, _StackLoader(config, reader, options).stack())
 
     def forward(
         self,
@@ -88,6 +88,16 @@ class _StackLoader:
             lm_head=embedding if config.is_tied else self._linear("lm_head.weight", vocab_shape),
             cos_sin=self._cos_sin(),
         )
+
+    def check(self) -> None:
+        """Ask for every tensor. For a reader that only checks."""
+        vocab_shape = (self._config.vocab_size, self._config.hidden)
+        self._linear("model.embed_tokens.weight", vocab_shape)
+        for index in range(self._config.num_layers):
+            self._layer(index)
+        self._norm("model.norm.weight")
+        if not self._config.is_tied:
+            self._linear("lm_head.weight", vocab_shape)
 
     def _layer(self, index: int) -> LlamaLayer:
         config = self._config

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.execution.model_runner import build_model_runner
 from engine.models.deepseek import DeepseekForCausalLM
 from engine.models.deepseek_config import deepseek_config_from_hf
@@ -23,6 +24,7 @@ from engine.text.assets import load_text_assets
 from engine.text.errors import TokenizerError
 from engine.weights.errors import ModelFormatError, UnsupportedModelError, WeightMismatchError
 from engine.weights.hf import HfWeights
+from engine.weights.quant_writer import quantization_config
 from tests.fakes.paged_driver import PagedDriver
 
 # As their authors published them, fields that matter here.
@@ -285,3 +287,24 @@ def test_dummy_weights_need_neither_checkpoint_nor_tokenizer(tmp_path: Path) -> 
     assert assets.control_token_ids == (287, 288, 289)
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
         load_text_assets(str(tmp_path))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
+    _write(tmp_path, {**_V3, **_TINY})
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cuda")
+    with pytest.raises(ConfigError, match=r"engine\.device = 'cuda'.*torch finds no GPU"):
+        build_model_runner(config)
+
+
+def test_a_model_without_gpu_kernels_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.device = 'cuda': allowed: auto \| cpu"):
+        build_model_runner(EngineConfig(device="cuda"))
+
+
+def test_four_bit_weights_stay_packed_on_a_gpu_alone(tmp_path: Path) -> None:
+    quant = quantization_config("nvfp4", [])
+    _write(tmp_path, {**_V3, **_TINY, "quantization_config": quant})
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cpu", weights="packed")
+    with pytest.raises(ConfigError, match=r"engine\.weights = 'packed'"):
+        build_model_runner(config)
