@@ -18,7 +18,9 @@ add_library(moorage_scheduler STATIC
   schedule/integrity.cpp
   schedule/leases.cpp
   schedule/planning.cpp
+  schedule/transfers.cpp
   schedule/wait_queue.cpp
+  tiers/lower_tiers.cpp
 )
 target_include_directories(moorage_scheduler PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
 target_compile_options(moorage_scheduler PUBLIC -Wall -Wextra -Werror=return-type)

@@ -22,6 +22,8 @@ class SchedulerConfig:
         attention_len: int = 32768,  # context at which recomputing a token costs twice
         lease_percent: int = 50,  # of the pool, for all leases
         tenant_lease_percent: int = 25,  # of the pool, where several tenants hold leases
+        num_l2_pages: int = 0,  # of the host pool; 0: one tier only
+        use_l3: bool = False,  # full pages go on to the store, and are fetched from it
     ) -> None: ...
     page_size: int
     num_pages: int
@@ -35,6 +37,8 @@ class SchedulerConfig:
     attention_len: int
     lease_percent: int
     tenant_lease_percent: int
+    num_l2_pages: int
+    use_l3: bool
 
 class RequestSpec:
     def __init__(
@@ -130,6 +134,11 @@ class Plan:
     page_deltas: NDArray[np.int32]  # [D, 3] (slot, index, page) to write in the page table
     page_copies: NDArray[np.int32]  # [C, 3] (source page, target page, tokens) before the step
     admissions: list[Admission]
+    # [M, 6] (ticket, kind, source tier, source page, target tier, target page), to be acked each;
+    # kind 0 load_back, 1 write_back, 2 fetch, 3 store; tiers 1 2 3; page -1: L3, by hash alone.
+    # A plan without rows (step_id -1) may have moves. Write-backs read what earlier steps wrote.
+    moves: NDArray[np.int64]
+    move_hashes: NDArray[np.uint8]  # [M, 16]
     retracted: list[int]  # request ids that gave their pages back and wait again
 
 class KvEvent:
@@ -192,6 +201,23 @@ class Scheduler:
         self, token_ids: NDArray[np.int32], expected_return: float, salt: str = ""
     ) -> int:
         """Say how likely the end of a cached prefix is to be continued; returns tokens found."""
+
+    def move(self, token_ids: NDArray[np.int32], tier: str, salt: str = "") -> int:
+        """Prefetch (l1), demote (l2) or forget (none) a prefix; returns pages on their way,
+        freed from L1, or dropped."""
+
+    def adopt(
+        self,
+        tier: str,
+        token_ids: NDArray[np.int32],
+        page_hashes: bytes,
+        pages: NDArray[np.int32],
+        salt: str = "",
+    ) -> int:
+        """Take in full pages of a prefix that survived a restart: l2 with its page ids, l3 by name.
+
+        Raises ValueError for a name that is not that of its tokens, or a page that is not free.
+        """
 
     def lease(
         self,

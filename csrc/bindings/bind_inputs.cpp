@@ -62,12 +62,13 @@ void bind_config(nb::module_& module) {
              std::int32_t max_slots, std::int32_t max_context_len, std::int32_t token_budget,
              std::string model_fingerprint, std::int64_t ageing_ms,
              std::int64_t suffix_us_per_token, std::string eviction, std::int32_t attention_len,
-             std::int32_t lease_percent, std::int32_t tenant_lease_percent) {
+             std::int32_t lease_percent, std::int32_t tenant_lease_percent,
+             std::int32_t num_l2_pages, bool use_l3) {
             SchedulerConfig config{page_size,           num_pages,     max_slots,
                                    max_context_len,     token_budget,  std::move(model_fingerprint),
                                    ageing_ms,           suffix_us_per_token,
                                    std::move(eviction), attention_len, lease_percent,
-                                   tenant_lease_percent};
+                                   tenant_lease_percent, num_l2_pages, use_l3};
             config.validate();
             new (self) SchedulerConfig(std::move(config));
           },
@@ -79,7 +80,8 @@ void bind_config(nb::module_& module) {
           nb::arg("eviction") = defaults.eviction,
           nb::arg("attention_len") = defaults.attention_len,
           nb::arg("lease_percent") = defaults.lease_percent,
-          nb::arg("tenant_lease_percent") = defaults.tenant_lease_percent)
+          nb::arg("tenant_lease_percent") = defaults.tenant_lease_percent,
+          nb::arg("num_l2_pages") = defaults.num_l2_pages, nb::arg("use_l3") = defaults.use_l3)
       .def_ro("page_size", &SchedulerConfig::page_size)
       .def_ro("num_pages", &SchedulerConfig::num_pages)
       .def_ro("max_slots", &SchedulerConfig::max_slots)
@@ -91,7 +93,9 @@ void bind_config(nb::module_& module) {
       .def_ro("eviction", &SchedulerConfig::eviction)
       .def_ro("attention_len", &SchedulerConfig::attention_len)
       .def_ro("lease_percent", &SchedulerConfig::lease_percent)
-      .def_ro("tenant_lease_percent", &SchedulerConfig::tenant_lease_percent);
+      .def_ro("tenant_lease_percent", &SchedulerConfig::tenant_lease_percent)
+      .def_ro("num_l2_pages", &SchedulerConfig::num_l2_pages)
+      .def_ro("use_l3", &SchedulerConfig::use_l3);
 }
 
 }  // namespace

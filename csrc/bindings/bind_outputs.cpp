@@ -42,6 +42,16 @@ void bind_plan(nb::module_& module) {
   def_array<&Plan::slot_mapping>(plan, "slot_mapping");
   def_array<&Plan::page_deltas>(plan, "page_deltas");
   def_array<&Plan::page_copies>(plan, "page_copies");
+  plan.def_prop_ro("moves", [](nb::handle_t<PlanView> self) {
+    const auto& moves = nb::cast<const PlanView&>(self).plan->moves;
+    const std::size_t shape[] = {moves.size(), 6};
+    return OutArray<std::int64_t>(moves.empty() ? nullptr : moves[0].data(), 2, shape, self);
+  });
+  plan.def_prop_ro("move_hashes", [](nb::handle_t<PlanView> self) {
+    const auto& hashes = nb::cast<const PlanView&>(self).plan->move_hashes;
+    const std::size_t shape[] = {hashes.size(), sizeof(PageHash)};
+    return OutArray<std::uint8_t>(hashes.empty() ? nullptr : hashes[0].data(), 2, shape, self);
+  });
 }
 
 void bind_ended(nb::module_& module) {
@@ -75,10 +85,10 @@ void bind_cache_views(nb::module_& module) {
       .def_prop_ro("page_hash", [](const KvEvent& self) { return as_bytes(self.page_hash); })
       .def_prop_ro("parent_hash", [](const KvEvent& self) { return as_bytes(self.parent_hash); })
       .def_ro("num_tokens", &KvEvent::num_tokens);
-  nb::class_<PrefixHit>(module, "PrefixHit")
-      .def_ro("l1", &PrefixHit::l1)
-      .def_ro("l2", &PrefixHit::l2)
-      .def_ro("l3", &PrefixHit::l3);
+  nb::class_<PrefixDepth>(module, "PrefixHit")
+      .def_ro("l1", &PrefixDepth::l1)
+      .def_ro("l2", &PrefixDepth::l2)
+      .def_ro("l3", &PrefixDepth::l3);
   nb::class_<TreeNodeView>(module, "TreeNode")
       .def_ro("node_id", &TreeNodeView::node_id)
       .def_ro("parent_id", &TreeNodeView::parent_id)

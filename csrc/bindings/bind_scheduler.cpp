@@ -2,6 +2,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+
 #include "bindings/bind_types.h"
 #include "requests/transitions.h"
 
@@ -89,6 +91,18 @@ nb::dict stats(const BoundScheduler& self) {
   out["page_copies"] = counts.num_page_copies;
   out["duplicate_pages"] = counts.num_duplicate_pages;
   out["evicted_pages"] = scheduler.tree().num_evicted_pages();
+  const LowerTiers& tiers = scheduler.tiers();
+  out["held_pages"] = pool.num_held();
+  out["num_l2_pages"] = tiers.pool().num_pages();
+  out["free_l2_pages"] = tiers.pool().num_free();
+  out["cached_l2_pages"] = tiers.pool().count(PageOwner::kTree);
+  out["in_flight_l2_pages"] = tiers.pool().count(PageOwner::kInFlight);
+  out["cached_l3_pages"] = tiers.num_l3_pages();
+  out["transfers_in_flight"] = tiers.num_in_flight();
+  out["transfers_lost"] = tiers.num_lost();
+  out["loaded_pages"] = counts.num_loaded_pages;
+  out["l2_cached_prompt_tokens"] = counts.num_l2_cached_tokens;
+  out["l3_cached_prompt_tokens"] = counts.num_l3_cached_tokens;
   out["kv_events_dropped"] = scheduler.kv_log().num_dropped();
   return out;
 }
@@ -132,6 +146,32 @@ std::int32_t hint_prefix(BoundScheduler& self, const InArray1<TokenId>& token_id
                                     as_permille("expected_return", expected_return), salt);
 }
 
+std::int32_t move_prefix(BoundScheduler& self, const InArray1<TokenId>& token_ids,
+                         const std::string& tier, const std::string& salt) {
+  if (tier == "l1") return self.scheduler.move(as_tokens(token_ids), MoveTarget::kL1, salt);
+  if (tier == "l2") return self.scheduler.move(as_tokens(token_ids), MoveTarget::kL2, salt);
+  if (tier == "none") return self.scheduler.move(as_tokens(token_ids), MoveTarget::kNone, salt);
+  throw std::invalid_argument("tier: '" + tier + "' is not in [l1, l2, none]");
+}
+
+std::int32_t adopt(BoundScheduler& self, const std::string& tier,
+                   const InArray1<TokenId>& token_ids, const nb::bytes& page_hashes,
+                   const InArray1<std::int32_t>& pages, const std::string& salt) {
+  if (tier != "l2" && tier != "l3") {
+    throw std::invalid_argument("tier: '" + tier + "' is not in [l2, l3]");
+  }
+  if (page_hashes.size() % sizeof(PageHash) != 0) {
+    throw std::invalid_argument("page_hashes: " + std::to_string(page_hashes.size()) +
+                                " bytes are not 16 a page");
+  }
+  std::vector<PageHash> hashes(page_hashes.size() / sizeof(PageHash));
+  if (!hashes.empty()) std::memcpy(hashes.data(), page_hashes.c_str(), page_hashes.size());
+  std::vector<PageId> ids;
+  for (std::size_t i = 0; i < pages.shape(0); ++i) ids.push_back(PageId{pages.data()[i]});
+  return self.scheduler.adopt(tier == "l2" ? Tier::kL2 : Tier::kL3, as_tokens(token_ids), hashes,
+                              ids, salt);
+}
+
 LeaseGrant lease(BoundScheduler& self, std::int64_t lease_id, const InArray1<TokenId>& token_ids,
                  std::int64_t until_ms, std::string tenant, std::string salt,
                  const std::string& tier) {
@@ -173,13 +213,17 @@ void bind_scheduler(nb::module_& module) {
           "query_prefix",
           [](const BoundScheduler& self, const InArray1<TokenId>& token_ids,
              const std::string& salt) {
-            return PrefixHit{self.scheduler.query_prefix(as_tokens(token_ids), salt), 0, 0};
+            return self.scheduler.query_prefix(as_tokens(token_ids), salt);
           },
           nb::arg("token_ids").noconvert(), nb::arg("salt") = "")
       .def("drop_prefix", &drop_prefix, nb::arg("token_ids").noconvert(),
            nb::arg("keep_tokens") = 0, nb::arg("salt") = "")
       .def("hint_prefix", &hint_prefix, nb::arg("token_ids").noconvert(),
            nb::arg("expected_return"), nb::arg("salt") = "")
+      .def("move", &move_prefix, nb::arg("token_ids").noconvert(), nb::arg("tier"),
+           nb::arg("salt") = "")
+      .def("adopt", &adopt, nb::arg("tier"), nb::arg("token_ids").noconvert(),
+           nb::arg("page_hashes"), nb::arg("pages").noconvert(), nb::arg("salt") = "")
       .def("lease", &lease, nb::kw_only(), nb::arg("lease_id"), nb::arg("token_ids").noconvert(),
            nb::arg("until_ms"), nb::arg("tenant") = "default", nb::arg("salt") = "",
            nb::arg("tier") = "l1")

@@ -38,12 +38,6 @@ struct PlanView {
 // A share in [0, 1] as thousandths; throws std::invalid_argument naming the field.
 std::int32_t as_permille(const char* field, double share);
 
-struct PrefixHit {
-  std::int32_t l1 = 0;
-  std::int32_t l2 = 0;
-  std::int32_t l3 = 0;
-};
-
 struct TreeNodeView {
   std::int64_t node_id;
   std::int64_t parent_id;

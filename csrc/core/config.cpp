@@ -29,6 +29,10 @@ void SchedulerConfig::validate() const {
   require_range("attention_len", attention_len, 1, kMaxInt);
   require_range("lease_percent", lease_percent, 0, 100);
   require_range("tenant_lease_percent", tenant_lease_percent, 0, 100);
+  require_range("num_l2_pages", num_l2_pages, 0, kMaxInt / page_size);
+  if (use_l3 && num_l2_pages == 0) {
+    throw std::invalid_argument("use_l3: true needs num_l2_pages > 0: L3 is reached through L2");
+  }
   if (eviction != "value" && eviction != "lru") {
     throw std::invalid_argument("eviction: '" + eviction + "' is not in [value, lru]");
   }

@@ -23,6 +23,9 @@ struct SchedulerConfig {
   std::int32_t lease_percent = 50;        // of the pool, for all leases
   std::int32_t tenant_lease_percent = 25; // of the pool, where several tenants hold leases
 
+  std::int32_t num_l2_pages = 0;  // of the host pool; 0: one tier only
+  bool use_l3 = false;            // full pages go on to the store, and are fetched from it
+
   std::int32_t pages_of(std::int64_t num_tokens) const {
     return static_cast<std::int32_t>((num_tokens + page_size - 1) / page_size);
   }

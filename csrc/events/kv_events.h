@@ -21,6 +21,13 @@ struct KvEvent {
   std::int32_t num_tokens;
 };
 
+// Asked when a page leaves L1: has it moved, or is it gone?
+class LowerResidency {
+ public:
+  virtual ~LowerResidency() = default;
+  virtual bool is_in_l2(const PageHash& hash) const = 0;
+};
+
 // Bounded: a consumer that stops draining costs events (counted), never memory without end.
 class KvEventLog {
  public:

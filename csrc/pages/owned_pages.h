@@ -44,6 +44,12 @@ class OwnedPages {
     return pages_.back();
   }
 
+  // Takes exactly these. Requires: they are free.
+  void take(std::span<const PageId> pages) {
+    pool_->take_these(pages, owner_);
+    pages_.insert(pages_.end(), pages.begin(), pages.end());
+  }
+
   // Takes over every page of `other`, which is empty afterwards.
   void append(OwnedPages&& other) {
     for (const PageId page : other.pages_) {

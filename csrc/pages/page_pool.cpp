@@ -6,7 +6,7 @@
 namespace moorage {
 
 PagePool::PagePool(std::int32_t num_pages)
-    : owner_(static_cast<std::size_t>(num_pages), PageOwner::kFree) {
+    : owner_(static_cast<std::size_t>(num_pages), PageOwner::kFree), holds_(owner_.size()) {
   free_.reserve(owner_.size());
   for (std::int32_t page = num_pages - 1; page >= 0; --page) free_.push_back(PageId{page});
   counts_[static_cast<std::size_t>(PageOwner::kFree)] = num_pages;
@@ -25,8 +25,41 @@ PageId PagePool::take(PageOwner owner) {
 }
 
 void PagePool::give_back(PageId page, PageOwner from) {
+  if (holds_[static_cast<std::size_t>(page.value)] > 0) {
+    return change_owner(page, from, PageOwner::kInFlight);
+  }
   change_owner(page, from, PageOwner::kFree);
   free_.push_back(page);
+}
+
+void PagePool::take_these(std::span<const PageId> pages, PageOwner owner) {
+  for (const PageId page : pages) change_owner(page, PageOwner::kFree, owner);
+  std::erase_if(free_, [this](PageId page) { return owner_of(page) != PageOwner::kFree; });
+}
+
+void PagePool::hold(PageId page) {
+  std::uint8_t& holds = holds_[static_cast<std::size_t>(page.value)];
+  MOORAGE_CHECK(owner_of(page) == PageOwner::kTree && holds < 255, "held what is not cached");
+  num_held_ += holds++ == 0 ? 1 : 0;
+}
+
+void PagePool::end_hold(PageId page) {
+  std::uint8_t& holds = holds_[static_cast<std::size_t>(page.value)];
+  MOORAGE_CHECK(holds > 0, "a hold ended twice");
+  if (--holds > 0) return;
+  num_held_ -= 1;
+  if (owner_of(page) == PageOwner::kInFlight) give_back(page, PageOwner::kInFlight);
+}
+
+std::vector<PageId> PagePool::orphans() const {
+  std::vector<PageId> pages;
+  for (std::int32_t i = 0; i < num_pages(); ++i) {
+    const PageId page{i};
+    if (holds_[static_cast<std::size_t>(i)] > 0 && owner_of(page) == PageOwner::kInFlight) {
+      pages.push_back(page);
+    }
+  }
+  return pages;
 }
 
 void PagePool::change_owner(PageId page, PageOwner from, PageOwner to) {

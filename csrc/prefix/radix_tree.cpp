@@ -15,11 +15,13 @@ NodeRef NodeRef::share() const {
   return NodeRef(*tree_, *node_);
 }
 
-RadixTree::RadixTree(PagePool& pool, TreeOptions options, KvEventLog& log)
+RadixTree::RadixTree(PagePool& pool, TreeOptions options, KvEventLog& log,
+                     const LowerResidency* lower)
     : pool_(pool),
       page_size_(options.page_size),
       model_fingerprint_(std::move(options.model_fingerprint)),
       log_(log),
+      lower_(lower),
       value_(options.eviction, options.attention_len) {}
 
 RadixTree::~RadixTree() {
@@ -42,6 +44,7 @@ void RadixTree::count(const Node& node, std::int32_t sign) {
 }
 
 void RadixTree::remember(Node& node) {
+  ++version_;
   count(node, 1);
   if (is_evictable_leaf(node)) evictable_.insert(&node);
 }

@@ -47,7 +47,8 @@ struct TreePages {
 
 class RadixTree {
  public:
-  RadixTree(PagePool& pool, TreeOptions options, KvEventLog& log);
+  RadixTree(PagePool& pool, TreeOptions options, KvEventLog& log,
+            const LowerResidency* lower = nullptr);
   ~RadixTree();  // Requires: no NodeRef is alive
 
   void set_now(TimeMs now_ms) { now_ms_ = now_ms; }
@@ -100,6 +101,7 @@ class RadixTree {
   TreePages pages_on_path(const PrefixMatch& match) const;
   std::int32_t num_evictable_beside(const PrefixMatch& match) const;
   std::int64_t num_evicted_pages() const { return num_evicted_pages_; }
+  std::int64_t version() const { return version_; }  // grows with every change
   std::int64_t num_nodes() const { return num_nodes_; }
   std::vector<PageId> pages_of(const Node& node) const;     // from the root to its end
   std::vector<PageHash> hashes_of(const Node& node) const;  // of the full pages on that path
@@ -163,6 +165,7 @@ class RadixTree {
   const std::int32_t page_size_;
   const std::string model_fingerprint_;
   KvEventLog& log_;
+  const LowerResidency* const lower_;  // null: there is one tier
 
   std::unordered_map<std::string, std::unique_ptr<Space>> spaces_;
   EvictionQueue evictable_;  // leaves without users
@@ -171,6 +174,7 @@ class RadixTree {
   std::int64_t num_evicted_pages_ = 0;
   std::int64_t num_nodes_ = 0;
   std::int64_t next_node_id_ = 0;
+  std::int64_t version_ = 0;
   TimeMs now_ms_ = 0;
 };
 

@@ -25,7 +25,9 @@ void RadixTree::cut_pages(Node& node, std::int32_t num_pages) {
   while (static_cast<std::int32_t>(node.hashes.size()) > num_pages) {
     const PageHash hash = node.hashes.back();
     node.hashes.pop_back();
-    log_.add({KvEventKind::kRemoved, Tier::kL1, hash, last_hash(node), page_size_});
+    const bool has_moved = lower_ != nullptr && lower_->is_in_l2(hash);
+    log_.add({has_moved ? KvEventKind::kMoved : KvEventKind::kRemoved,
+              has_moved ? Tier::kL2 : Tier::kL1, hash, last_hash(node), page_size_});
   }
   node.tokens.resize(std::min<std::size_t>(node.tokens.size(),
                                            static_cast<std::size_t>(num_pages) * page_size_));

@@ -23,6 +23,15 @@ struct RequestSpec {
   std::int32_t num_draft_tokens = 0;                      // speculated with each decode row
 };
 
+// Names of the first full pages of a token sequence, as far as anybody asked.
+struct PageNames {
+  PageHash space{};
+  std::vector<PageHash> pages;
+};
+
+// Transfers a request may start before it computes what is still missing: progress, whatever fails.
+inline constexpr std::int32_t kMaxLoads = 3;
+
 // Token positions of a request, all in one sequence of prompt and output:
 //   [0, num_computed)             KV written by steps whose results are in
 //   [num_computed, num_planned)   KV being written by steps in flight
@@ -51,6 +60,13 @@ struct Request {
 
   RequestId leader;                   // computes the prefix this request waits for
   std::int32_t leader_len = 0;        // wait until that much of it is published
+
+  PageNames names;                    // kept, so that a request that waits is never hashed again
+  std::int64_t waits_for = -1;        // the transfer that brings some of its prefix
+  std::int32_t loads_left = kMaxLoads;
+  std::int32_t loaded_from = 0;       // tokens [loaded_from, + num_loaded) came from L2,
+  std::int32_t num_loaded = 0;
+  std::int32_t num_fetched = 0;       // and these many of them from L3
 
   State state = Waiting{};
 

@@ -17,13 +17,26 @@ void Scheduler::plan_admissions(Plan& plan) {
 }
 
 Scheduler::Admitted Scheduler::try_admit(Request& request, Plan& plan) {
-  if (is_following(request)) return Admitted::kFollows;
+  if (is_following(request) || is_waiting_for_transfer(request)) return Admitted::kFollows;
+  if (blocked_.request_id == request.id.value && blocked_ == what_decides(request)) {
+    return Admitted::kNoMemory;
+  }
   // The last token is computed even if it is cached: its logits are wanted.
   PrefixMatch match = tree_.find(request.salt, TokenSpan(request.tokens).first(request.len() - 1));
   if (find_leader(request, match.full_len)) return Admitted::kFollows;
-  if (!fits(request, match)) return Admitted::kNoMemory;
+  if (!fits(request, match)) {
+    blocked_ = what_decides(request);
+    return Admitted::kNoMemory;
+  }
+  if (waits_for_transfer(request, match)) return Admitted::kFollows;
   admit(request, match, plan);
   return Admitted::kYes;
+}
+
+Scheduler::Blocked Scheduler::what_decides(const Request& request) const {
+  return {request.id.value,         tree_.version(),
+          pool_.num_free(),         pool_.num_held(),
+          num_promised_pages(),     num_running() + num_leaving_ + num_loads_};
 }
 
 // A leader that ended, was retracted or has published enough is followed no longer.
@@ -85,12 +98,13 @@ bool Scheduler::fits(const Request& request, PrefixMatch& match) const {
   const std::int32_t leased = cached.idle_leased - on_path.idle_leased;
   const std::int32_t copied =
       tree_.can_take_partial(match) ? 0 : tree_.num_evictable_beside(match);
-  if (running_.empty() && num_leaving_ == 0) {
+  const bool is_alone = running_.empty() && num_leaving_ == 0;
+  if (is_alone && num_loads_ == 0 && pool_.num_held() == 0) {
     // Alone, it fits (submit saw to that), if need be without the page it would copy from.
     if (needed > room - copied) match.partial_node = nullptr, match.partial_len = 0;
     return true;
   }
-  return needed + num_promised_pages() <= room - leased - copied;
+  return needed + num_promised_pages() <= room - leased - copied - pool_.num_held();
 }
 
 void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
@@ -115,8 +129,9 @@ void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
   for (const PageId page : tail.view()) {
     plan.page_deltas.push_back({slot.id().value, index++, page.value});
   }
-  plan.admissions.push_back({request.id.value, slot.id().value, request.len(), match.len(), 0, 0,
-                             request.was_retracted});
+  plan.admissions.push_back(make_admission(request, slot.id(), match));
+  stats_.num_l2_cached_tokens += plan.admissions.back().cached_l2;
+  stats_.num_l3_cached_tokens += plan.admissions.back().cached_l3;
   stats_.num_prompt_tokens += request.len();
   stats_.num_cached_tokens += match.len();
 

@@ -18,6 +18,7 @@ namespace {
 
 void Scheduler::validate(std::span<const InputEvent> events) const {
   std::int32_t num_results = 0;
+  std::vector<std::int64_t> acked;
   for (std::size_t i = 0; i < events.size(); ++i) {
     const std::string name = "events[" + std::to_string(i) + "]";
     if (const auto* result = std::get_if<StepResult>(&events[i])) {
@@ -37,6 +38,9 @@ void Scheduler::validate(std::span<const InputEvent> events) const {
       }
     } else {
       const auto& ack = std::get<TransferAckInput>(events[i]);
+      const bool is_first = std::ranges::find(acked, ack.ticket) == acked.end();
+      acked.push_back(ack.ticket);
+      if (is_first && tiers_.is_in_flight(ack.ticket)) continue;
       reject(name + ".ticket", std::to_string(ack.ticket) + " is not in flight");
     }
   }
@@ -78,6 +82,8 @@ std::vector<EndedRequest> Scheduler::advance(std::span<const InputEvent> events)
     } else if (const auto* input = std::get_if<AbortInput>(&event)) {
       Request* request = find_request(input->request_id);
       if (request != nullptr) abort(*request, ended);  // null: it ended earlier in this batch
+    } else {
+      apply_ack(std::get<TransferAckInput>(event));
     }
   }
   return ended;
@@ -183,6 +189,7 @@ void Scheduler::publish_full_pages(Request& request) {
   OwnedPages duplicates = tree_.publish(
       kv.prefix, TokenSpan(request.tokens).subspan(base, num_pages * config_.page_size),
       kv.tail.split_front(num_pages), adopted_);
+  if (tiers_.is_enabled()) write_through(kv.prefix.node(), base);
   if (duplicates.is_empty()) return;
   stats_.num_duplicate_pages += duplicates.size();
   for (const auto& [index, page] : adopted_) table_changes_.push_back({request.id, index, page});

@@ -57,12 +57,13 @@ void validate_length(std::size_t index, const RequestSpec& spec, const Scheduler
 Scheduler::Scheduler(SchedulerConfig config)
     : config_((config.validate(), std::move(config))),
       pool_(config_.num_pages),
+      tiers_(config_.num_l2_pages, config_.use_l3, config_.page_size, kv_log_),
       slots_(config_.max_slots),
       tree_(pool_,
             {config_.page_size, config_.model_fingerprint,
              config_.eviction == "lru" ? EvictionPolicy::kLru : EvictionPolicy::kValue,
              config_.attention_len},
-            kv_log_),
+            kv_log_, &tiers_),
       leases_(config_, tree_),
       waiting_(config_.token_budget) {}
 

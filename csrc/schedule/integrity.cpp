@@ -41,6 +41,9 @@ std::string Scheduler::find_broken_invariant() const {
   std::string broken = tree_.find_broken_invariant();
   if (!broken.empty()) return broken;
 
+  broken = tiers_.find_broken_invariant();
+  if (!broken.empty()) return broken;
+
   PageCensus census(pool_);
   census.count(pool_.free_list(), PageOwner::kFree);
   for (const Node* node : tree_.snapshot(std::numeric_limits<std::int32_t>::max())) {
@@ -67,6 +70,10 @@ std::string Scheduler::find_broken_invariant() const {
       census.count(pages.view(), PageOwner::kInFlight);
     }
   }
+  for (const auto& [id, transfer] : transfers_) {
+    if (transfer.pages) census.count(transfer.pages->view(), PageOwner::kInFlight);
+  }
+  census.count(pool_.orphans(), PageOwner::kInFlight);
   std::ranges::sort(slots);
   if (std::ranges::adjacent_find(slots) != slots.end()) return "two requests share a slot";
   if (static_cast<std::int32_t>(slots.size()) + slots_.num_free() != config_.max_slots) {

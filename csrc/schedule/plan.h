@@ -36,12 +36,15 @@ struct Plan {
   std::vector<std::array<std::int32_t, 3>> page_copies;  // [C] (source, target, tokens)
   std::vector<Admission> admissions;
   std::vector<std::int64_t> retracted;
+  std::vector<std::array<std::int64_t, 6>> moves;  // [M] see Move
+  std::vector<PageHash> move_hashes;               // [M]
 
   void clear() {  // keeps the capacity: a step allocates nothing
     step_id = -1;
     row_request_ids.clear(), row_slots.clear(), row_starts.clear(), row_lens.clear();
     row_samples.clear(), input_ids.clear(), slot_mapping.clear(), page_deltas.clear();
     page_copies.clear(), admissions.clear(), retracted.clear();
+    moves.clear(), move_hashes.clear();
   }
 };
 

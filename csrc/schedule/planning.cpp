@@ -14,6 +14,7 @@ void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
   }
   now_ms_ = std::max(now_ms_, now_ms);
   tree_.set_now(now_ms_);
+  tiers_.set_now(now_ms_);
   plan.clear();
   prefill_rows_.clear();
   decode_rows_.clear();
@@ -28,6 +29,7 @@ void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
   plan.retracted.swap(retracted_);
   leases_.note_cuts();
   emit_rows(plan);
+  emit_moves(plan);
 }
 
 // Where a speculating request goes on is known only when its last results are in.
@@ -93,8 +95,9 @@ void Scheduler::plan_row(std::size_t index, std::int32_t len, bool is_prefill, P
 }
 
 bool Scheduler::make_room(std::int32_t num_pages) {
-  const std::int32_t lacking = num_pages - pool_.num_free();
-  if (lacking > 0) tree_.evict(lacking);
+  while (pool_.num_free() < num_pages) {  // what a transfer still reads comes free later
+    if (tree_.evict(num_pages - pool_.num_free()) == 0) break;
+  }
   return pool_.num_free() >= num_pages;
 }
 
@@ -142,6 +145,9 @@ void Scheduler::requeue(Request& request) {
   request.num_planned = 0;
   request.num_trusted = 0;
   request.was_retracted = true;
+  request.loads_left = kMaxLoads;
+  request.num_loaded = 0;
+  request.num_fetched = 0;
   request.leader = RequestId{};
   waiting_.insert(request);
   retracted_.push_back(request.id.value);
@@ -185,6 +191,15 @@ void Scheduler::emit_row(const StepRow& row, Plan& plan) {
     plan.input_ids.push_back(at < request.len() ? request.tokens[index] : -1);
     const PageId page = kv.tail[(at - base) / config_.page_size];
     plan.slot_mapping.push_back(page.value * config_.page_size + at % config_.page_size);
+  }
+}
+
+void Scheduler::emit_moves(Plan& plan) {
+  for (const Move& move : tiers_.drain_moves()) {
+    const auto [source, target] = tiers_of(move.kind);
+    plan.moves.push_back({move.ticket, static_cast<std::int64_t>(move.kind), source,
+                          move.source_page, target, move.target_page});
+    plan.move_hashes.push_back(move.hash);
   }
 }
 

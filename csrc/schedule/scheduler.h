@@ -13,6 +13,7 @@
 #pragma once
 
 #include <array>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -30,6 +31,7 @@
 #include "schedule/plan.h"
 #include "schedule/slots.h"
 #include "schedule/wait_queue.h"
+#include "tiers/lower_tiers.h"
 
 namespace moorage {
 
@@ -53,7 +55,19 @@ struct Stats {
   std::int64_t num_cached_tokens = 0;
   std::int64_t num_page_copies = 0;
   std::int64_t num_duplicate_pages = 0;
+  std::int64_t num_loaded_pages = 0;    // from L2, and tokens of admissions found that way
+  std::int64_t num_l2_cached_tokens = 0;
+  std::int64_t num_l3_cached_tokens = 0;
 };
+
+// Tokens of a prefix by the nearest tier that has them.
+struct PrefixDepth {
+  std::int32_t l1 = 0;
+  std::int32_t l2 = 0;
+  std::int32_t l3 = 0;
+};
+
+enum class MoveTarget : std::uint8_t { kL1, kL2, kNone };
 
 class Scheduler {
  public:
@@ -70,9 +84,13 @@ class Scheduler {
   // Throws std::invalid_argument before anything is applied.
   std::vector<EndedRequest> advance(std::span<const InputEvent> events);
 
-  std::int32_t query_prefix(TokenSpan tokens, const std::string& salt) const {
-    return tree_.find(salt, tokens).len();
-  }
+  PrefixDepth query_prefix(TokenSpan tokens, const std::string& salt) const;
+  // Prefetches (kL1), demotes (kL2) or forgets (kNone) a prefix; returns pages on their way, freed
+  // from L1, or dropped.
+  std::int32_t move(TokenSpan tokens, MoveTarget target, const std::string& salt);
+  // Takes in full pages that survived a restart; throws std::invalid_argument, then none was.
+  std::int32_t adopt(Tier tier, TokenSpan tokens, std::span<const PageHash> hashes,
+                     std::span<const PageId> pages, const std::string& salt);
   std::int32_t drop_prefix(TokenSpan tokens, std::int32_t keep_tokens, const std::string& salt) {
     return tree_.drop(salt, tokens, keep_tokens);
   }
@@ -89,6 +107,7 @@ class Scheduler {
   const SchedulerConfig& config() const { return config_; }
   const PagePool& pool() const { return pool_; }
   const RadixTree& tree() const { return tree_; }
+  const LowerTiers& tiers() const { return tiers_; }
   const KvEventLog& kv_log() const { return kv_log_; }
   const LeaseBook& leases() const { return leases_; }
   const Stats& stats() const { return stats_; }
@@ -120,6 +139,25 @@ class Scheduler {
     PageId page;
   };
   enum class Admitted : std::uint8_t { kYes, kFollows, kNoMemory };
+  // All that decides whether the request at the head fits: while it stands, so does the answer.
+  struct Blocked {
+    std::int64_t request_id = -1;
+    std::int64_t tree_version = 0;
+    std::int32_t num_free = 0;
+    std::int32_t num_held = 0;
+    std::int32_t num_promised = 0;
+    std::int64_t num_others = 0;
+    bool operator==(const Blocked&) const = default;
+  };
+  // Tickets that belong together: fetches (no pages), or loads of a run of pages behind a prefix.
+  struct Transfer {
+    std::vector<PageHash> hashes;
+    std::int32_t num_outstanding = 0;
+    std::optional<NodeRef> prefix;
+    std::optional<OwnedPages> pages;
+    std::vector<TokenId> tokens;
+    std::vector<std::uint8_t> is_there;
+  };
 
   // intake.cpp
   void validate(std::span<const RequestSpec* const> specs) const;
@@ -148,6 +186,24 @@ class Scheduler {
   std::int32_t num_promised_pages() const;
   void admit(Request& request, PrefixMatch match, Plan& plan);
   void insert_running(Request& request);
+  Blocked what_decides(const Request& request) const;
+
+  // transfers.cpp
+  bool write_through(const Node& end, std::int32_t from_tokens);
+  const PageHash& page_hash(PageNames& names, TokenSpan tokens, std::int32_t index) const;
+  std::vector<PageHash> pages_below(PageNames& names, TokenSpan tokens,
+                                    const PrefixMatch& match) const;
+  std::int64_t start_transfer(const std::string& salt, TokenSpan tokens, PrefixMatch match,
+                              std::span<const PageHash> hashes);
+  std::int64_t start_fetch(std::span<const PageHash> hashes);
+  std::int64_t start_load(const std::string& salt, TokenSpan tokens, PrefixMatch match,
+                          std::span<const PageHash> hashes);
+  bool waits_for_transfer(Request& request, const PrefixMatch& match);
+  bool is_waiting_for_transfer(Request& request) const;
+  Admission make_admission(const Request& request, SlotId slot, const PrefixMatch& match) const;
+  void apply_ack(const TransferAckInput& ack);
+  void finish_transfer(std::int64_t id);
+  void emit_moves(Plan& plan);
 
   // commit.cpp
   void validate(std::span<const InputEvent> events) const;
@@ -176,6 +232,7 @@ class Scheduler {
   // Owned by the caller's thread. Order matters: what holds pages dies before what lends them.
   KvEventLog kv_log_;
   PagePool pool_;
+  LowerTiers tiers_;
   SlotPool slots_;
   RadixTree tree_;
   LeaseBook leases_;
@@ -188,6 +245,13 @@ class Scheduler {
   std::int32_t first_step_ = 0;
   std::int32_t num_steps_in_flight_ = 0;
   std::vector<NodeRef> copy_sources_;  // of the last plan: kept until the next one is made
+  std::map<std::int64_t, Transfer> transfers_;
+  std::map<std::int64_t, std::pair<std::int64_t, std::int32_t>> transfer_of_ticket_;
+  std::map<PageHash, std::int64_t> loading_;   // pages on their way to L1, and by which transfer
+  std::map<PageHash, std::int64_t> fetching_;  // the same to L2
+  std::int64_t next_transfer_ = 0;
+  std::int64_t num_loads_ = 0;  // transfers that own L1 pages
+  Blocked blocked_;
   std::vector<TableChange> table_changes_;
   std::vector<std::int64_t> retracted_;  // since the last plan
   Stats stats_;

@@ -49,6 +49,8 @@ CONFIG_FIELDS = (
     "attention_len",
     "lease_percent",
     "tenant_lease_percent",
+    "num_l2_pages",
+    "use_l3",
 )
 PLAN_ARRAYS = (
     "row_request_ids",
@@ -60,11 +62,13 @@ PLAN_ARRAYS = (
     "slot_mapping",
     "page_deltas",
     "page_copies",
+    "moves",
+    "move_hashes",
 )
 
 
 class Configured(msgspec.Struct, tag="config"):
-    values: dict[str, int | str]
+    values: dict[str, int | str | bool]
 
 
 class SpecRecord(msgspec.Struct):
@@ -135,7 +139,32 @@ class Released(msgspec.Struct, tag="release"):
     lease_id: int
 
 
-Record = Configured | Submitted | Planned | Advanced | Dropped | Hinted | Leased | Released
+class Moved(msgspec.Struct, tag="move"):
+    token_ids: bytes
+    tier: str
+    salt: str
+
+
+class Adopted(msgspec.Struct, tag="adopt"):
+    tier: str
+    token_ids: bytes
+    page_hashes: bytes
+    pages: bytes
+    salt: str
+
+
+Record = (
+    Configured
+    | Submitted
+    | Planned
+    | Advanced
+    | Dropped
+    | Hinted
+    | Leased
+    | Released
+    | Moved
+    | Adopted
+)
 
 
 def digest_plan(plan: Plan) -> str:
@@ -247,6 +276,23 @@ class RecordingScheduler(Scheduler):
         self._write(Hinted(token_ids.tobytes(), expected_return, salt))
         return found
 
+    def move(self, token_ids: NDArray[np.int32], tier: str, salt: str = "") -> int:
+        num_pages = super().move(token_ids, tier, salt)
+        self._write(Moved(token_ids.tobytes(), tier, salt))
+        return num_pages
+
+    def adopt(
+        self,
+        tier: str,
+        token_ids: NDArray[np.int32],
+        page_hashes: bytes,
+        pages: NDArray[np.int32],
+        salt: str = "",
+    ) -> int:
+        num_pages = super().adopt(tier, token_ids, page_hashes, pages, salt)
+        self._write(Adopted(tier, token_ids.tobytes(), page_hashes, pages.tobytes(), salt))
+        return num_pages
+
     def lease(
         self,
         *,
@@ -296,6 +342,10 @@ def apply(scheduler: Scheduler, record: Record) -> str:
                 salt=record.salt,
                 tier=record.tier,
             )
+        case Moved(token_ids, tier, salt):
+            scheduler.move(as_ids(token_ids), tier, salt)
+        case Adopted(tier, token_ids, page_hashes, pages, salt):
+            scheduler.adopt(tier, as_ids(token_ids), page_hashes, as_ids(pages), salt)
         case Released(lease_id):
             scheduler.release(lease_id)
         case Configured():

@@ -42,7 +42,7 @@ struct Results {
 
 class SchedulerDriver {
  public:
-  static SchedulerConfig config() {
+  static SchedulerConfig config(std::int32_t num_l2_pages) {
     SchedulerConfig config;
     config.page_size = 4;
     config.num_pages = 14;
@@ -51,20 +51,26 @@ class SchedulerDriver {
     config.token_budget = 10;
     config.attention_len = 16;
     config.lease_percent = 100;
+    config.num_l2_pages = num_l2_pages;
+    config.use_l3 = num_l2_pages > 0;
     return config;
   }
 
-  explicit SchedulerDriver(std::span<const std::uint8_t> bytes) : bytes_(bytes) {}
+  // The first byte says how many pages L2 has: none, few or plenty.
+  explicit SchedulerDriver(std::span<const std::uint8_t> bytes)
+      : bytes_(bytes.empty() ? bytes : bytes.subspan(1)),
+        scheduler_(config(bytes.empty() ? 0 : bytes[0] % 3 * 10)) {}
 
   void run() {
     while (!bytes_.empty()) {
-      act(next() % 8);
+      act(next() % 9);
       check();
     }
     finish();
   }
 
   std::int64_t num_retractions() const { return scheduler_.stats().num_retractions; }
+  std::int64_t num_lower_hits() const { return num_lower_hits_; }
   std::int64_t num_ended() const { return num_ended_; }
 
  private:
@@ -82,6 +88,7 @@ class SchedulerDriver {
       case 2: return abort_random();
       case 3: return disturb_cache();
       case 4: return commit();
+      case 5: return ack_some();
       default: return plan();
     }
   }
@@ -113,7 +120,8 @@ class SchedulerDriver {
 
   void disturb_cache() {
     const std::vector<TokenId> tokens = random_tokens();
-    switch (next() % 4) {
+    switch (next() % 5) {
+      case 4: scheduler_.move(tokens, static_cast<MoveTarget>(next() % 3), ""); break;
       case 0: scheduler_.drop_prefix(tokens, next() % 8, ""); break;
       case 1: scheduler_.hint_prefix(tokens, next() % 1001, ""); break;
       case 2:
@@ -123,10 +131,23 @@ class SchedulerDriver {
     }
   }
 
+  // Of the tickets told of, in any order; some report a loss.
+  void ack_some() {
+    for (int i = next() % 8; i > 0 && !tickets_.empty(); --i) {
+      const std::size_t at = next() % tickets_.size();
+      advance({TransferAckInput{tickets_[at], next() > 40}});
+      tickets_.erase(tickets_.begin() + static_cast<std::ptrdiff_t>(at));
+    }
+  }
+
   void plan() {
     now_ += next() % 4;
     if (scheduler_.num_steps_in_flight() == Scheduler::kMaxStepsInFlight) commit();
     scheduler_.next_plan(now_, plan_);
+    for (const auto& move : plan_.moves) tickets_.push_back(move[0]);
+    for (const Admission& admission : plan_.admissions) {
+      num_lower_hits_ += admission.cached_l2 + admission.cached_l3 > 0 ? 1 : 0;
+    }
     if (plan_.step_id < 0) return;
     flights_.emplace_back(plan_, static_cast<TokenId>(next() % 2));
     const std::size_t row = next() % plan_.row_slots.size();
@@ -153,6 +174,10 @@ class SchedulerDriver {
     for (int i = 0; i < 5000 && !live_.empty(); ++i) {
       plan();
       commit();
+      while (!tickets_.empty()) {
+        advance({TransferAckInput{tickets_.back(), true}});
+        tickets_.pop_back();
+      }
       check();
     }
     require(live_.empty(), "no progress");
@@ -170,10 +195,12 @@ class SchedulerDriver {
   }
 
   std::span<const std::uint8_t> bytes_;
-  Scheduler scheduler_{config()};
+  Scheduler scheduler_;
   Plan plan_;
   std::deque<Results> flights_;
   std::vector<std::int64_t> live_;
+  std::vector<std::int64_t> tickets_;
+  std::int64_t num_lower_hits_ = 0;
   std::int64_t next_id_ = 0;
   std::int64_t num_ended_ = 0;
   TimeMs now_ = 0;

@@ -88,10 +88,46 @@ TEST(Scheduler, TwoSchedulersOnOneInputAgreeBitForBit) {
   }
 }
 
+TEST(Scheduler, MayBeDestroyedWithTransfersInFlight) {
+  SchedulerConfig config = small_config();
+  config.num_l2_pages = 8;
+  Scheduler scheduler(config);
+  submit(scheduler, spec(1, {1, 2, 3, 4, 5, 6, 7, 8, 9}));
+  Plan plan;
+  scheduler.next_plan(0, plan);
+  const Results results(plan);
+  scheduler.advance(std::vector<InputEvent>{results.view()});
+  scheduler.next_plan(1, plan);
+  ASSERT_EQ(plan.moves.size(), 2u);
+  EXPECT_EQ(plan.moves[0][1], static_cast<std::int64_t>(MoveKind::kWriteBack));
+  EXPECT_EQ(scheduler.pool().num_held(), 2);
+  EXPECT_EQ(scheduler.find_broken_invariant(), "");
+}
+
+TEST(Scheduler, AnAckOfNoTicketOrTwiceIsRefusedWhole) {
+  SchedulerConfig config = small_config();
+  config.num_l2_pages = 8;
+  Scheduler scheduler(config);
+  submit(scheduler, spec(1, {1, 2, 3, 4, 5}));
+  Plan plan;
+  scheduler.next_plan(0, plan);
+  const Results results(plan);
+  scheduler.advance(std::vector<InputEvent>{results.view()});
+  const std::vector<InputEvent> early{TransferAckInput{0, true}};
+  EXPECT_THROW(scheduler.advance(early), std::invalid_argument) << "nobody was told of it yet";
+  scheduler.next_plan(1, plan);
+  const std::vector<InputEvent> twice{TransferAckInput{0, true}, TransferAckInput{0, true}};
+  EXPECT_THROW(scheduler.advance(twice), std::invalid_argument);
+  EXPECT_EQ(scheduler.tiers().num_in_flight(), 1);
+  scheduler.advance(early);
+  EXPECT_EQ(scheduler.tiers().num_in_flight(), 0);
+  EXPECT_EQ(scheduler.tiers().pool().count(PageOwner::kTree), 1);
+}
+
 // The same walk the fuzzer takes, over seeded bytes, so that it runs where there is no clang.
 TEST(Scheduler, SurvivesRandomCallSequences) {
-  std::int64_t num_ended = 0, num_retractions = 0;
-  for (std::uint32_t seed = 0; seed < 150; ++seed) {
+  std::int64_t num_ended = 0, num_retractions = 0, num_lower_hits = 0;
+  for (std::uint32_t seed = 0; seed < 240; ++seed) {
     std::mt19937 random(seed);
     std::vector<std::uint8_t> bytes(1500);
     for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>(random());
@@ -99,9 +135,11 @@ TEST(Scheduler, SurvivesRandomCallSequences) {
     driver.run();
     num_ended += driver.num_ended();
     num_retractions += driver.num_retractions();
+    num_lower_hits += driver.num_lower_hits();
   }
   EXPECT_GT(num_ended, 5000);
   EXPECT_GT(num_retractions, 100);
+  EXPECT_GT(num_lower_hits, 100);
 }
 
 }  // namespace

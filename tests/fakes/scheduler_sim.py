@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 import _scheduler as cpp
 
@@ -199,6 +200,63 @@ class Device:
         assert len(set(written)) == len(written), "two tokens are written to one place"
 
 
+class TierMover:
+    """Lower tiers of the device: moves take a while, some are lost, targets are garbage till then.
+
+    Bytes are read when a move ends, as late as it may; so a source let go too early is caught.
+    """
+
+    def __init__(self, config: cpp.SchedulerConfig, device: Device, rng: random.Random) -> None:
+        self.device = device
+        self.rng = rng
+        self.loss = 0.0
+        self.delay = rng.choice([0.0, 0.3, 0.9])
+        self.l2 = np.zeros((config.num_l2_pages, config.page_size), np.uint64)
+        self.l3: dict[bytes, NDArray[np.uint64]] = {}
+        self.waiting: list[tuple[list[int], bytes]] = []
+        self.num_by_kind = [0, 0, 0, 0]
+
+    def take(self, plan: cpp.Plan) -> None:
+        for move, name in zip(plan.moves.tolist(), plan.move_hashes, strict=True):
+            self.waiting.append((move, name.tobytes()))
+            _, kind, _, _, target_tier, target = move
+            self.num_by_kind[kind] += 1
+            if target_tier < 3:
+                self.memory(target_tier)[target] = self.rng.getrandbits(60)
+
+    def memory(self, tier: int) -> NDArray[np.uint64]:
+        return self.device.memory if tier == 1 else self.l2
+
+    def acks(self, everything: bool = False) -> list[cpp.TransferAck]:
+        """Acks of what is done by now, in any order."""
+        self.rng.shuffle(self.waiting)
+        done: list[cpp.TransferAck] = []
+        late: list[tuple[list[int], bytes]] = []
+        for move, name in self.waiting:
+            if not everything and self.rng.random() < self.delay:
+                late.append((move, name))
+                continue
+            done.append(cpp.TransferAck(ticket=move[0], ok=self.carry_out(move, name)))
+        self.waiting = late
+        return done
+
+    def carry_out(self, move: list[int], name: bytes) -> bool:
+        _, _, source_tier, source, target_tier, target = move
+        if self.rng.random() < self.loss:
+            return False
+        if source_tier == 3:
+            if name not in self.l3:
+                return False
+            data = self.l3[name]
+        else:
+            data = self.memory(source_tier)[source]
+        if target_tier == 3:
+            self.l3[name] = data.copy()
+        else:
+            self.memory(target_tier)[target] = data
+        return True
+
+
 class Harness:
     """Drives scheduler and device together, with up to one step of overlap."""
 
@@ -215,6 +273,8 @@ class Harness:
         self.scheduler = scheduler or cpp.Scheduler(config)
         self.device = Device(config, self.model)
         self.overlap = overlap
+        self.mover: TierMover | None = None
+        self.num_lower_tokens = 0
         self.jobs: dict[int, Job] = {}
         self.live: set[int] = set()
         self.over: set[int] = set()  # aborted or failed, though a step may still be in flight
@@ -250,12 +310,19 @@ class Harness:
         """Plan and run a step; its results stay in flight."""
         plan = self.scheduler.next_plan(self.now_ms)
         self.plans += 1
+        if self.mover is not None:
+            self.mover.take(plan)
+        else:
+            assert len(plan.moves) == 0
         for admission in plan.admissions:
             job = self.jobs[admission.request_id]
             assert admission.prompt_len == len(job.prompt) + len(job.outputs)
             assert admission.readmitted == bool(job.admissions)
             assert 0 <= admission.cached_l1 < admission.prompt_len
-            job.admissions.append((admission.prompt_len, admission.cached_l1))
+            cached = admission.cached_l1 + admission.cached_l2 + admission.cached_l3
+            self.num_lower_tokens += admission.cached_l2 + admission.cached_l3
+            assert 0 <= cached < admission.prompt_len
+            job.admissions.append((admission.prompt_len, cached))
             job.slot = admission.slot
             self.admitted_at.setdefault(job.request_id, self.plans)
         self.num_retracted += len(plan.retracted)
@@ -282,6 +349,8 @@ class Harness:
                 elif request_id in self.live and not self.is_over(job):
                     job.outputs += flight.tokens[r]
         events += [cpp.Abort(request_id=request_id) for request_id in aborts or []]
+        if self.mover is not None:
+            events += self.mover.acks()
         ended = self.scheduler.advance(events)
         for result in ended:
             self.jobs[result.request_id].ended = result
