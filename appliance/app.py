@@ -33,6 +33,7 @@ from appliance.api.context import ApiContext
 from appliance.api.wire import as_body_error
 from appliance.cli_options import VERSION
 from appliance.errors import ApiError, as_api_error, error_body_for, error_headers
+from appliance.leases import LeaseService
 from appliance.middleware import RequestFrame
 from appliance.services import Services
 from appliance.session_history import SessionHistory
@@ -74,6 +75,7 @@ def create_app(services: Services) -> FastAPI:
         SessionService(services, turn_service),
         SessionViews(services),
         SessionHistory(services),
+        LeaseService(services),
     )
     app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
     app.state.context = context
@@ -106,6 +108,7 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
     await services.client.start()
     await context.turns.recover()
     sweepers = [
+        asyncio.create_task(_assert_leases(context)),
         asyncio.create_task(_sweep_forever(services)),
         asyncio.create_task(_sweep_journals_forever(services)),
     ]
@@ -116,8 +119,16 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
         for sweeper in sweepers:
             sweeper.cancel()
         await context.turns.drain(services.config.server.drain_s)
+        await context.leases.close()
         await services.client.close()
         await services.store.close()
+
+
+async def _assert_leases(context: ApiContext) -> None:
+    try:
+        await context.leases.assert_all()
+    except SessionError as error:
+        logger.warning("leases not asserted: %s", error)
 
 
 async def _sweep_journals_forever(services: Services) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from appliance.cli_leases import leases
 from appliance.cli_options import VERSION, Settings, fail, with_settings
 from appliance.cli_sessions import cache, sessions
 from appliance.typed_toml import to_plain
@@ -124,6 +125,7 @@ def bench(settings: Settings, base_url: str | None, **options: Any) -> None:
 
 main.add_command(sessions)
 main.add_command(cache)
+main.add_command(leases)
 
 if __name__ == "__main__":
     main()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from sessions.session import Session
@@ -18,6 +18,7 @@ from sessions.session import Session
 MAX_QUEUED = 1024
 
 Event = dict[str, Any]
+Tell = Callable[[str, Session, dict[str, Any]], None]
 
 
 class Subscription:
@@ -62,6 +63,11 @@ class SessionHub:
 
     def __init__(self) -> None:
         self._readers: dict[str, list[Subscription]] = {}
+        self._listeners: list[Tell] = []
+
+    def listen(self, listener: Tell) -> None:
+        """Call `listener` with every event of every session."""
+        self._listeners.append(listener)
 
     def subscribe(self, session_id: str) -> Subscription:
         """Listen to one session; give the subscription back with `unsubscribe`."""
@@ -79,14 +85,16 @@ class SessionHub:
 
     def tell(self, event_type: str, session: Session, fields: dict[str, Any]) -> None:
         """Send an event with the session's state; `session.closed` is the last one."""
-        readers = self._readers.get(session.id)
-        if not readers:
-            return
-        event = {"type": event_type, **session_state(session), **fields}
-        for reader in readers:
-            reader.put(event)
+        for listener in self._listeners:
+            listener(event_type, session, fields)
+        self.put(session.id, {"type": event_type, **session_state(session), **fields})
         if event_type == "session.closed":
             self.close(session.id)
+
+    def put(self, session_id: str, event: Event) -> None:
+        """Send an event to whoever listens to this session."""
+        for reader in self._readers.get(session_id, ()):
+            reader.put(event)
 
     def close(self, session_id: str | None = None) -> None:
         """End the streams of a session, or all of them."""

@@ -122,6 +122,8 @@ class SessionService:
             await self._turns.cancel(tenant, session_id, session.current_turn)
             session = await store.get(session_id, tenant=tenant)
         log = await store.read_log(session)
+        for lease in session.leases:  # before the drop: what is leased stays
+            await self._services.client.release_lease(lease.id)
         await store.delete(session_id)
         for record in log.records:
             self._services.journals.drop(record.id)

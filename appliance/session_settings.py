@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.api.wire import CacheBody, ContextBody, ItemsAppend, SessionCreate, SessionUpdate
+from pydantic import ValidationError
+
+from appliance.api.wire import (
+    CacheBody,
+    ContextBody,
+    ItemsAppend,
+    LeaseWish,
+    SessionCreate,
+    SessionUpdate,
+)
 from appliance.errors import ApiError
 from sessions.durations import parse_duration
 from sessions.settings import ContextPolicy, HoldTimes, ReasoningPolicy, SessionSettings
@@ -17,6 +26,9 @@ from sessions.settings import ContextPolicy, HoldTimes, ReasoningPolicy, Session
 def new_settings(body: SessionCreate, default_expiry_ms: int) -> SessionSettings:
     """Return the settings of a session that is being created. Raises SettingError."""
     reasoning = body.reasoning
+    lease = body.cache.lease if body.cache is not None else None
+    if lease is not None:
+        parse_duration(lease.ttl, path="cache.lease.ttl")
     changes = {"expires_after_ms": default_expiry_ms, **changed_settings(body)}
     return SessionSettings(
         **changes,
@@ -24,6 +36,7 @@ def new_settings(body: SessionCreate, default_expiry_ms: int) -> SessionSettings
             effort=reasoning.effort if reasoning else None,
             history=reasoning.history if reasoning else "keep",
         ),
+        lease=lease.model_dump() if lease is not None else None,
         strict_model=body.strict_model,
         template_policy="append",
     )
@@ -58,7 +71,10 @@ def refuse_unsupported(body: SessionCreate | SessionUpdate | ItemsAppend) -> Non
         ]
     else:
         if body.cache is not None:
-            refused.append(("cache.lease", body.cache.lease, (None,)))
+            tier = body.cache.lease.tier if body.cache.lease is not None else "l1"
+            refused.append(("cache.lease.tier", tier, ("l1",)))
+            if isinstance(body, SessionUpdate):
+                refused.append(("cache.lease", body.cache.lease, (None,)))
         if body.context is not None:
             refused.append(("context.on_overflow", body.context.on_overflow, ("error",)))
     if isinstance(body, SessionCreate) and body.reasoning is not None:
@@ -79,7 +95,6 @@ def refuse_unsupported_settings(settings: SessionSettings) -> None:
         ("context.on_overflow", settings.context.on_overflow, "error"),
         ("reasoning.effort", settings.reasoning.effort, None),
         ("reasoning.history", settings.reasoning.history, "keep"),
-        ("cache.lease", settings.lease, None),
     ]
     for path, value, allowed in refused:
         if value != allowed:
@@ -88,6 +103,12 @@ def refuse_unsupported_settings(settings: SessionSettings) -> None:
                 f"body: {path}: {value!r} is not supported yet (supported: {allowed!r})",
                 path,
             )
+    if settings.lease is not None:
+        try:
+            wish = LeaseWish.model_validate(settings.lease)
+        except ValidationError as error:
+            raise ApiError("invalid_import", f"body: cache.lease: {error}", "body") from error
+        parse_duration(wish.ttl, path="cache.lease.ttl")
 
 
 def _cache_changes(cache: CacheBody) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from appliance.response_events import item_wire
 from appliance.services import Services
 from engine.errors import EngineUnavailableError
 from sessions.errors import ItemNotFound
+from sessions.leases import leased_tokens
 from sessions.session import Session
 from sessions.token_codec import count, decode_ids
 from sessions.turn_log import TURN, PendingTurn, Record, TurnLog
@@ -80,7 +81,7 @@ class SessionViews:
             "object": "session.cache",
             "session_id": session_id,
             "tokens_total": session.num_tokens,
-            "leased": 0,
+            "leased": leased_tokens(session.leases, "l1", services.clock_ms()),
             "last_turn": None,
             "miss": None,
         }

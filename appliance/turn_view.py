@@ -149,7 +149,8 @@ def session_wire(session: Session) -> dict[str, Any]:
                 "l1": format_duration(settings.hold.l1_ms),
                 "l2": format_duration(settings.hold.l2_ms),
                 "l3": format_duration(settings.hold.l3_ms),
-            }
+            },
+            "lease": settings.lease,
         },
         "context": {
             "max_tokens": settings.context.max_tokens,

@@ -71,6 +71,12 @@ async def cache_top(
     return {"object": "list", "data": rows[:limit], "has_more": len(rows) > limit}
 
 
+@router.get("/leases")
+async def leases(context: Context) -> Any:
+    """Return the live leases of every session."""
+    return await context.leases.list_all()
+
+
 @router.get("/engine/stats")
 async def engine_stats(context: Context) -> Any:
     """Return the engine's counters and gauges."""

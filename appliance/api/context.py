@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from appliance.errors import ApiError
+from appliance.leases import LeaseService
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_history import SessionHistory
 from appliance.session_service import SessionService
@@ -33,6 +34,7 @@ class ApiContext:
     sessions: SessionService
     views: SessionViews
     history: SessionHistory
+    leases: LeaseService
 
 
 class ClientGone(Exception):

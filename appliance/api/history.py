@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes that move a whole history: rollback, export, import; and the live event streams.
+"""Routes that move a whole history: rollback, export, import; leases; and the live event streams.
 
 Does not know: how any of it is done.
 """
@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from appliance.api.context import Caller, Context, admin_only
 from appliance.api.sse import event_stream
-from appliance.api.wire import Rollback
+from appliance.api.wire import LeaseCreate, Rollback
 from appliance.session_watch import watch_cache, watch_session
 
 router = APIRouter(prefix="/v1", tags=["sessions"])
@@ -40,6 +40,25 @@ async def rollback_session(
 ) -> Any:
     """Go back to just behind a turn, an item or a revision: a new revision, the rest is gone."""
     return await context.history.rollback(caller, session_id, body)
+
+
+@router.post("/sessions/{session_id}/leases")
+async def create_lease(session_id: str, body: LeaseCreate, context: Context, caller: Caller) -> Any:
+    """Ask that a prefix of the history is evicted last; the answer says what was granted."""
+    return await context.leases.create(caller, session_id, body)
+
+
+@router.get("/sessions/{session_id}/leases")
+async def list_leases(session_id: str, context: Context, caller: Caller) -> Any:
+    """Return the live leases of a session."""
+    return await context.leases.list(caller, session_id)
+
+
+@router.delete("/sessions/{session_id}/leases/{lease_id}")
+async def release_lease(session_id: str, lease_id: str, context: Context, caller: Caller) -> Any:
+    """Let a lease go before its time."""
+    await context.leases.release(caller, session_id, lease_id)
+    return {"id": lease_id, "object": "lease", "deleted": True}
 
 
 @router.get("/sessions/{session_id}/events", response_model=None)

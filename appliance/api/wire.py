@@ -40,9 +40,23 @@ class ReasoningBody(StrictBody):
     history: Literal["keep", "drop_before_last_user"] = "keep"
 
 
+class LeaseWish(StrictBody):
+    """A lease on the head of a history. Only L1 is there: other tiers are denied."""
+
+    tier: Literal["l1", "l2", "l3"] = "l1"
+    ttl: str
+    renew_on_use: bool = True
+
+
+class LeaseCreate(LeaseWish):
+    """POST /v1/sessions/{id}/leases: `upto` is `head`, a turn or an item."""
+
+    upto: str = "head"
+
+
 class CacheBody(StrictBody):
     hold: dict[str, str] | None = None
-    lease: dict[str, Any] | None = None
+    lease: LeaseWish | None = None
 
 
 class ContextBody(StrictBody):
