@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes that move a whole history: rollback, export, import; leases; and the live event streams.
+"""Routes of a session beside its turns: rollback, export, import, leases, signals, live events.
 
 Does not know: how any of it is done.
 """
@@ -13,8 +13,9 @@ from fastapi.responses import StreamingResponse
 
 from appliance.api.context import Caller, Context, admin_only
 from appliance.api.sse import event_stream
-from appliance.api.wire import LeaseCreate, Rollback
+from appliance.api.wire import LeaseCreate, Rollback, SignalCreate
 from appliance.session_watch import watch_cache, watch_session
+from appliance.signals import take_signal
 
 router = APIRouter(prefix="/v1", tags=["sessions"])
 
@@ -59,6 +60,12 @@ async def release_lease(session_id: str, lease_id: str, context: Context, caller
     """Let a lease go before its time."""
     await context.leases.release(caller, session_id, lease_id)
     return {"id": lease_id, "object": "lease", "deleted": True}
+
+
+@router.post("/sessions/{session_id}/signals")
+async def send_signal(session_id: str, body: SignalCreate, context: Context, caller: Caller) -> Any:
+    """Say what goes on outside: a tool runs, the user types. The answer says what it changed."""
+    return await take_signal(context.services, caller, session_id, body)
 
 
 @router.get("/sessions/{session_id}/events", response_model=None)

@@ -54,6 +54,15 @@ class LeaseCreate(LeaseWish):
     upto: str = "head"
 
 
+class SignalCreate(StrictBody):
+    """POST /v1/sessions/{id}/signals. `eta_ms`: until the session's next turn, if known."""
+
+    type: Literal["tool.started", "tool.progress", "tool.returning", "user.active", "idle"]
+    call_id: str | None = None
+    tool_name: str | None = None
+    eta_ms: Annotated[int, Field(ge=0)] | None = None
+
+
 class CacheBody(StrictBody):
     hold: dict[str, str] | None = None
     lease: LeaseWish | None = None
