@@ -6,7 +6,7 @@ Does not know: HTTP, the shape of any dialect's chunks, sessions.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from appliance.answer import AnswerReader
@@ -38,6 +38,9 @@ class Generation:
     cache: api.CacheHit | None = None
     finish_reason: str = ""  # stop | length | tool_calls
     problems: list[parsed.ParseProblem] = field(default_factory=list)
+    on_end: Callable[[Generation], None] | None = None  # where it ended by itself
+    text: list[str] = field(default_factory=list)
+    calls: list[parsed.ToolCallEnd] = field(default_factory=list)
 
     @property
     def num_prompt(self) -> int:
@@ -75,6 +78,8 @@ class Generation:
         if self.answer.has_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         self.metrics.output_tokens.inc(self.num_output)
+        if self.on_end is not None:
+            self.on_end(self)
         yield Step(token_ids=[], events=events)
 
     def _take(self, item: api.Tokens) -> Step:
@@ -90,7 +95,14 @@ class Generation:
         return Step(token_ids=ids[:taken], events=events, logprobs=(item.logprobs or ())[:taken])
 
     def _note(self, events: list[parsed.Event]) -> None:
-        self.problems += [e for e in events if isinstance(e, parsed.ParseProblem)]
+        for event in events:
+            match event:
+                case parsed.ParseProblem():
+                    self.problems.append(event)
+                case parsed.TextDelta():
+                    self.text.append(event.text)
+                case parsed.ToolCallEnd():
+                    self.calls.append(event)
 
     def _finish(self, item: api.Finished) -> None:
         match item.reason:

@@ -148,6 +148,24 @@ class PromptRenderer:
             )
         )
 
+    def append_chat(
+        self,
+        history: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        is_closed: bool,
+    ) -> bytes:
+        """Render only `new`, to be put behind the ids of `history`, and ask for an answer.
+
+        `history` ends with an answer; `is_closed`: with its end-of-turn token.
+        Raises: TemplateRenderError.
+        """
+        shaped = self._chat_messages([*history, *new])[len(self._chat_messages(history)) :]
+        return encode_ids(
+            self._template.render_append(
+                ("assistant",), shaped, add_generation_prompt=True, assistant_closed=is_closed
+            )
+        )
+
     def encode_prompt(self, text: str) -> bytes:
         """Encode plain text as a prompt of its own."""
         return encode_ids(self.assets.tokenizer.encode_prompt(text))

@@ -27,6 +27,7 @@ from appliance.grammars import GrammarCompiler
 from appliance.metrics import Metrics
 from appliance.observed_store import ObservedStore
 from appliance.prompts import Head, HistoryEnd, PromptRenderer
+from appliance.recall import Recall
 from appliance.response_events import ResponseEvents, derived_id
 from appliance.response_store import ResponseStore
 from appliance.session_hub import SessionHub
@@ -81,6 +82,7 @@ class Services:
     admin_key: str = ""
     owner: str = ""  # this API process among those that share the store; the same after a restart
     responses: ResponseStore = field(default_factory=ResponseStore)
+    recall: Recall = field(default_factory=Recall)
     _toolsets: OrderedDict[bytes, ToolSet] = field(default_factory=OrderedDict)
 
     # Models -------------------------------------------------------------------------------
@@ -146,10 +148,13 @@ class Services:
     def end_of(self, session: Session, log: TurnLog, new_items: Sequence[Item]) -> HistoryEnd:
         """Return where the session's history stands, for items that are to follow it."""
         last = next((r.items[-1] for r in reversed(log.records) if r.items), None)
+        role = self.renderer.role_of(last, has_tokens=session.num_tokens > 0)
+        if not log.is_closed:  # an answer began, even where nothing of it was kept
+            role = "assistant"
         names = {call.call_id: call.name for call in session.open_calls}
         names.update({i.call_id: i.name for i in new_items if isinstance(i, FunctionCall)})
         return HistoryEnd(
-            role=self.renderer.role_of(last, has_tokens=session.num_tokens > 0),
+            role=role,
             is_closed=log.is_closed,
             call_names=names,
         )

@@ -25,7 +25,7 @@ from appliance.api.dialect import (
     usage_of,
 )
 from appliance.api.sse import DONE_FRAME, data_frame, event_stream
-from appliance.api.stateless import Ask, grammar_fallbacks, prepare
+from appliance.api.stateless import Ask, grammar_fallbacks, prepare, render_conversation
 from appliance.api.wire import UNSUPPORTED_CHAT, ChatRequest, refuse_unsupported
 from appliance.errors import ApiError, as_api_error, error_body
 from appliance.generation import Generation, Step
@@ -64,7 +64,7 @@ async def _prepare(context: ApiContext, body: ChatRequest, tenant: str) -> _Chat
         body.tool_choice, toolset, body.parallel_tool_calls, body.min_tool_calls, dialect="chat"
     )
     response_format = parse_response_format(body.response_format)
-    prompt = services.renderer.render_chat(chat_messages(body.messages), toolset)
+    conversation = render_conversation(services, chat_messages(body.messages), toolset, tenant)
     num_logprobs = -1
     if body.logprobs:
         num_logprobs = body.top_logprobs or 0
@@ -74,7 +74,7 @@ async def _prepare(context: ApiContext, body: ChatRequest, tenant: str) -> _Chat
     ask = Ask(
         request_id=new_request_id("chatcmpl"),
         tenant=tenant,
-        prompt=prompt,
+        conversation=conversation,
         toolset=toolset,
         choice=choice,
         response_format=response_format,

@@ -22,7 +22,13 @@ from appliance.api.dialect import log_ignored_once, log_unknown_once
 from appliance.api.message_blocks import MessageBlocks
 from appliance.api.messages_input import chat_messages_of
 from appliance.api.sse import event_stream, named_frame
-from appliance.api.stateless import Ask, grammar_fallbacks, prepare, render_conversation
+from appliance.api.stateless import (
+    Ask,
+    Conversation,
+    grammar_fallbacks,
+    prepare,
+    render_conversation,
+)
 from appliance.api.wire import refuse_unsupported
 from appliance.api.wire_agents import UNSUPPORTED_MESSAGES, CountTokensRequest, MessagesRequest
 from appliance.errors import ApiError, anthropic_error_body, as_api_error
@@ -70,27 +76,28 @@ async def count_tokens(body: CountTokensRequest, context: Context, caller: Calle
     """Return how many tokens the prompt of such a request has."""
     log_unknown_once(body)
     context.services.check_model(body.model)
-    return {"input_tokens": count(_rendered(context.services, body)[0])}
+    conversation, _ = _rendered(context.services, body, caller or DEFAULT_TENANT)
+    return {"input_tokens": count(conversation.prompt)}
 
 
 def _rendered(
-    services: Services, body: MessagesRequest | CountTokensRequest
-) -> tuple[bytes, ToolSet]:
+    services: Services, body: MessagesRequest | CountTokensRequest, tenant: str
+) -> tuple[Conversation, ToolSet]:
     toolset = services.toolset(body.tools or [], skip_unknown=True)
     for kind in toolset.skipped:
         log_ignored_once("tool of type", kind)
     chat = chat_messages_of(body.system, body.messages)
-    return render_conversation(services, chat, toolset), toolset
+    return render_conversation(services, chat, toolset, tenant), toolset
 
 
 async def _prepare(context: ApiContext, body: MessagesRequest, tenant: str) -> _Answer:
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services
-    prompt, toolset = _rendered(services, body)
+    conversation, toolset = _rendered(services, body, tenant)
     ask = Ask(
         request_id=f"msg_{secrets.token_hex(12)}",
         tenant=tenant,
-        prompt=prompt,
+        conversation=conversation,
         toolset=toolset,
         choice=parse_tool_choice(body.tool_choice, toolset, dialect="anthropic"),
         response_format=_response_format(body),

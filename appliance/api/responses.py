@@ -99,7 +99,7 @@ async def _prepare(context: ApiContext, body: ResponsesRequest, tenant: str) -> 
     ask = Ask(
         request_id=f"resp_{secrets.token_hex(16)}",
         tenant=tenant,
-        prompt=render_conversation(services, [*head, *messages], toolset),
+        conversation=render_conversation(services, [*head, *messages], toolset, tenant),
         toolset=toolset,
         choice=parse_tool_choice(
             body.tool_choice, toolset, body.parallel_tool_calls, dialect="responses"

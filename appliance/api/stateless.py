@@ -6,6 +6,7 @@ Does not know: how a dialect spells its messages or its answer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from appliance.api.dialect import request_of, sampling_of
 from appliance.api.wire import SamplingFields
 from appliance.generation import Generation
 from appliance.grammars import GrammarQuestion, spec_of
+from appliance.recall import Recalled, chain_keys, next_key, root_key
 from appliance.services import Services
 from engine.text.errors import TemplateRenderError
 from tools_schema.structural_tag import GrammarPlan, ResponseFormat
@@ -25,12 +27,20 @@ SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A rendered conversation. `key`: what an answer to it is remembered under."""
+
+    prompt: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """One request, read and checked. `param`: the field that holds the conversation."""
 
     request_id: str
     tenant: str
-    prompt: bytes
+    conversation: Conversation
     toolset: ToolSet
     choice: ToolChoice
     response_format: ResponseFormat | None
@@ -47,10 +57,11 @@ async def prepare(
 
     Raises: ApiError context_length_exceeded; ToolSchemaError.
     """
+    prompt = ask.conversation.prompt
     sampling = sampling_of(
-        body, services, ask.prompt, ask.max_tokens, ask.num_logprobs, param=ask.param
+        body, services, prompt, ask.max_tokens, ask.num_logprobs, param=ask.param
     )
-    reasoning = services.reasoning_of(ask.prompt)
+    reasoning = services.reasoning_of(prompt)
     plan = await services.grammars.compiled(
         GrammarQuestion(ask.toolset, ask.choice, ask.response_format, reasoning)
     )
@@ -58,7 +69,7 @@ async def prepare(
         services.metrics.grammar_fallbacks.inc()
     request = request_of(
         ask.request_id,
-        ask.prompt,
+        prompt,
         sampling,
         services,
         ask.tenant,
@@ -67,7 +78,11 @@ async def prepare(
     )
     answer = services.answer_reader(None, ask.toolset, ask.choice, ask.stop, reasoning)
     run = Generation(
-        client=services.client, metrics=services.metrics, request=request, answer=answer
+        client=services.client,
+        metrics=services.metrics,
+        request=request,
+        answer=answer,
+        on_end=lambda run: remember(services, run, ask.conversation.key),
     )
     return run, plan
 
@@ -81,25 +96,66 @@ def grammar_fallbacks(plan: GrammarPlan) -> dict[str, Any]:
 
 
 def render_conversation(
-    services: Services, messages: Sequence[ChatMessage], toolset: ToolSet
-) -> bytes:
-    """Render a conversation with system messages anywhere.
+    services: Services, messages: Sequence[ChatMessage], toolset: ToolSet, tenant: str
+) -> Conversation:
+    """Render a conversation; answers of this server in it keep the ids they were sampled as.
 
-    Neighbouring ones become one. A template that refuses one in mid-list gets it as a user's
-    message: an agent's reminder is better read there than not at all.
+    Neighbouring system messages become one. A template that refuses one in mid-list gets it as a
+    user's message: an agent's reminder is better read there than not at all.
     Raises: TemplateRenderError where the template refuses the rest as well.
     """
     merged = _merged(messages, SYSTEM_ROLES)
+    keys = chain_keys(root_key(tenant, toolset.content_hash), merged)
+    prompt = _continued(services, merged, keys) or _rendered(services, merged, toolset)
+    return Conversation(prompt=prompt, key=keys[-1])
+
+
+def _rendered(services: Services, messages: list[ChatMessage], toolset: ToolSet) -> bytes:
     try:
-        return services.renderer.render_chat(merged, toolset)
+        return services.renderer.render_chat(messages, toolset)
     except TemplateRenderError:
-        if not any(message["role"] in SYSTEM_ROLES for message in merged[1:]):
+        if not any(message["role"] in SYSTEM_ROLES for message in messages[1:]):
             raise
-    as_users = [
-        {**message, "role": "user"} if index and message["role"] in SYSTEM_ROLES else message
-        for index, message in enumerate(merged)
+    return services.renderer.render_chat(_systems_as_users(messages), toolset)
+
+
+def _continued(services: Services, messages: Sequence[ChatMessage], keys: Sequence[bytes]) -> bytes:
+    """The ids of the longest history that was answered here, and the rest rendered; or b""."""
+    found = services.recall.longest(keys[:-1])
+    if found is None:
+        return b""
+    num_known, recalled = found
+    history, new = messages[:num_known], messages[num_known:]
+    as_users = [{**m, "role": "user"} if m["role"] in SYSTEM_ROLES else m for m in new]
+    for tail in (new, _merged(as_users, ("user",))):
+        with contextlib.suppress(TemplateRenderError):
+            rest = services.renderer.append_chat(history, tail, recalled.is_closed)
+            return recalled.token_ids + rest
+    return b""
+
+
+def remember(services: Services, run: Generation, key: bytes) -> None:
+    """Keep an answer for when its conversation comes back."""
+    if run.finish_reason == "length" or run.answer.has_truncated_call:
+        return
+    message: ChatMessage = {"role": "assistant", "content": "".join(run.text)}
+    message["tool_calls"] = [
+        {"id": call.call_id, "function": {"name": call.name, "arguments": call.arguments}}
+        for call in run.calls
     ]
-    return services.renderer.render_chat(_merged(as_users, ("user",)), toolset)
+    kept = run.answer.kept()
+    token_ids = run.request.token_ids + kept.token_ids
+    services.recall.put(
+        next_key(key, message), Recalled(token_ids=token_ids, is_closed=kept.is_closed)
+    )
+
+
+def _systems_as_users(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    shaped = [
+        {**message, "role": "user"} if index and message["role"] in SYSTEM_ROLES else message
+        for index, message in enumerate(messages)
+    ]
+    return _merged(shaped, ("user",))
 
 
 def _merged(messages: Sequence[ChatMessage], roles: Sequence[str]) -> list[ChatMessage]:

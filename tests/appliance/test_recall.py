@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that sends its history back gets the server's own tokens as the prefix."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from appliance.recall import Recall, Recalled, chain_keys, next_key, root_key
+from sessions.token_codec import decode_ids
+from tests.fakes.appliance import Json, RunningApp, default_assets, ids_of, says
+
+SCHEMA: Json = {"type": "object", "properties": {"path": {"type": "string"}}}
+# The spacing is the model's own: no client sends it back like this.
+CALL = '<tool_call>[{"name": "ls", "arguments": {  "path":"a" }}]</tool_call>'
+ANSWER = f"I look.\n {CALL}"
+
+
+def ids(app: RunningApp, index: int) -> list[int]:
+    return decode_ids(app.engine.requests[index].token_ids)
+
+
+def prompt_text(app: RunningApp) -> str:
+    return default_assets().tokenizer.decode(ids(app, -1), with_control=True)
+
+
+def assert_continues(app: RunningApp) -> None:
+    """The last prompt starts with the one before it and the tokens that answered it."""
+    before = [*ids(app, -2), *ids_of(ANSWER), app.engine.eos_id]
+    assert ids(app, -1)[: len(before)] == before
+    assert "<tool_response>\nx.py\n</tool_response>" in prompt_text(app)
+
+
+def chat(app: RunningApp, messages: list[Json], **fields: Any) -> Json:
+    tools = [{"type": "function", "function": {"name": "ls", "parameters": SCHEMA}}]
+    body = {"model": "default", "messages": messages, "tools": tools, **fields}
+    reply = app.post("/v1/chat/completions", body)
+    assert reply.status_code == 200, reply.text
+    return dict(reply.json())
+
+
+def compacted(message: Json) -> Json:
+    """As clients send a message back: arguments re-serialised, empty content."""
+    call = message["tool_calls"][0]
+    arguments = json.dumps(json.loads(call["function"]["arguments"]), separators=(",", ":"))
+    call = {**call, "function": {"name": "ls", "arguments": arguments}}
+    return {"role": "assistant", "content": message["content"], "tool_calls": [call]}
+
+
+def test_chat_history_keeps_its_sampled_tokens(app: RunningApp) -> None:
+    app.engine.script = says(ANSWER)
+    history: list[Json] = [{"role": "user", "content": "chat"}]
+    for _ in range(3):
+        message = compacted(chat(app, history)["choices"][0]["message"])
+        call_id = message["tool_calls"][0]["id"]
+        history += [message, {"role": "tool", "tool_call_id": call_id, "content": "x.py"}]
+    assert_continues(app)
+    usage = chat(app, history)["usage"]
+    known = len(ids(app, -2)) + len(ids_of(ANSWER)) + 1
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= known - 1
+
+
+def test_messages_history_keeps_its_sampled_tokens(app: RunningApp) -> None:
+    app.engine.script = says(ANSWER)
+    history: list[Json] = [{"role": "user", "content": "messages"}]
+    body: Json = {"model": "default", "max_tokens": 99, "messages": history}
+    body["tools"] = [{"name": "ls", "input_schema": SCHEMA}]
+    for _ in range(2):
+        content = app.post("/v1/messages", body).json()["content"]
+        result = {"type": "tool_result", "tool_use_id": content[-1]["id"], "content": "x.py"}
+        history += [
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": [result]},
+        ]
+    assert_continues(app)
+
+
+def test_responses_history_keeps_its_sampled_tokens(app: RunningApp) -> None:
+    app.engine.script = says(ANSWER)
+    body: Json = {"model": "default", "input": "responses"}
+    body["tools"] = [{"type": "function", "name": "ls", "parameters": SCHEMA}]
+    first = app.post("/v1/responses", body).json()
+    result = {
+        "type": "function_call_output",
+        "call_id": first["output"][-1]["call_id"],
+        "output": "x.py",
+    }
+    user = {"role": "user", "content": "responses"}
+    app.post("/v1/responses", {**body, "input": [user, *first["output"], result]})
+    assert_continues(app)
+    del app.engine.requests[-1]
+    app.post("/v1/responses", {**body, "input": [result], "previous_response_id": first["id"]})
+    assert_continues(app)
+
+
+def test_what_a_client_changed_is_rendered_anew(app: RunningApp) -> None:
+    app.engine.script = says(ANSWER)
+    history: list[Json] = [{"role": "user", "content": "changed"}]
+    message = compacted(chat(app, history)["choices"][0]["message"])
+    message["tool_calls"][0]["function"]["arguments"] = '{"path": "b"}'
+    call_id = message["tool_calls"][0]["id"]
+    chat(app, [*history, message, {"role": "tool", "tool_call_id": call_id, "content": "x"}])
+    assert '{"path": "b"}' in prompt_text(app) and '"path":"a"' not in prompt_text(app)
+
+
+def test_a_cut_answer_is_rendered_as_the_client_sends_it(app: RunningApp) -> None:
+    app.engine.script = says("one two three")
+    history: list[Json] = [{"role": "user", "content": "cut"}]
+    message = chat(app, history, max_tokens=2)["choices"][0]["message"]
+    chat(app, [*history, message, {"role": "user", "content": "go on"}])
+    assert f"{message['content']}<|im_end|>\n<|im_start|>user\ngo on" in prompt_text(app)
+
+
+def test_another_tenant_has_another_tree() -> None:
+    message = {"role": "user", "content": "x"}
+    assert next_key(root_key("a", ""), message) != next_key(root_key("b", ""), message)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"arguments": '{"b":[1,2],"a":"\\u00e9"}'}, True),
+        ({"arguments": '{"b":[2,1],"a":"é"}'}, False),
+        ({"name": "g"}, False),
+    ],
+)
+def test_calls_are_compared_as_parsed_json(change: Json, is_same: bool) -> None:
+    function = {"name": "f", "arguments": '{"a": "é", "b": [1, 2]}'}
+    keys = [
+        chain_keys(b"", [{"role": "assistant", "tool_calls": [{"id": "c", "function": f}]}])
+        for f in (function, {**function, **change})
+    ]
+    assert (keys[0] == keys[1]) is is_same
+
+
+def test_recall_is_bounded_and_forgets_what_was_not_used_for_longest() -> None:
+    recall = Recall(max_bytes=8)
+    for name in (b"a", b"b"):
+        recall.put(name, Recalled(token_ids=b"1234", is_closed=True))
+    assert recall.longest([b"a"]) is not None
+    recall.put(b"c", Recalled(token_ids=b"1234", is_closed=True))
+    assert recall.longest([b"b"]) is None
+    found = recall.longest([b"a", b"c", b"z"])
+    assert found is not None and found[0] == 2
