@@ -33,6 +33,7 @@ _SHAPE: dict[str, Any] = {
     "intermediate_size": 1024,
     "moe_intermediate_size": 256,
     "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "n_routed_experts": 16,
     "num_experts_per_tok": 4,
     "kv_lora_rank": 512,

@@ -19,6 +19,7 @@ CONFIG: dict[str, Any] = {
     "moe_intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "num_key_value_heads": 4,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 3,
