@@ -52,6 +52,7 @@ class RequestSpec:
         salt: str = "",
         expected_return: float = 0.5,  # chance that prompt + output is continued: eviction value
         num_draft_tokens: int = 0,  # a decode row has up to 1 + that many tokens, drafts as -1
+        remote_prefill: bool = False,  # another engine computes the prompt, see Admission.remote
     ) -> None: ...
     request_id: int
     token_ids: NDArray[np.int32]
@@ -61,6 +62,7 @@ class RequestSpec:
     salt: str
     expected_return: float
     num_draft_tokens: int
+    remote_prefill: bool
 
 class StepDone:
     """Results of one planned step, arrays in the plan's row order.
@@ -95,7 +97,15 @@ class TransferAck:
     ticket: int
     ok: bool
 
-Event = StepDone | Abort | TransferAck
+class RemotePrefill:
+    """A remote prefill is over. ok: the KV of every prompt token but the last is in the pages the
+    admission named; else it is computed here. Nothing writes to those pages afterwards."""
+
+    def __init__(self, *, request_id: int, ok: bool) -> None: ...
+    request_id: int
+    ok: bool
+
+Event = StepDone | Abort | TransferAck | RemotePrefill
 
 def fsm_table() -> list[tuple[str, str, str]]:
     """Every (state, event, next state), next state "" where the pair is illegal."""
@@ -110,6 +120,7 @@ class Admission:
     cached_l2: int
     cached_l3: int
     readmitted: bool
+    remote: bool  # no row until RemotePrefill: the page deltas say where the KV is to be written
 
 class Ended:
     """A request left the scheduler. status: finished | aborted | failed."""

@@ -45,12 +45,13 @@ void make_step_done(StepDone* self, std::int64_t step_id, const InArray1<std::in
 
 void make_spec(RequestSpec* self, std::int64_t request_id, const InArray1<TokenId>& token_ids,
                std::int64_t max_new_tokens, std::int64_t priority, std::string tenant,
-               std::string salt, double expected_return, std::int32_t num_draft_tokens) {
+               std::string salt, double expected_return, std::int32_t num_draft_tokens,
+               bool remote_prefill) {
   new (self) RequestSpec{RequestId{request_id}, copy<TokenId>(token_ids),
                          max_new_tokens,        priority,
                          std::move(tenant),     std::move(salt),
                          as_permille("expected_return", expected_return),
-                         num_draft_tokens};
+                         num_draft_tokens,      remote_prefill};
 }
 
 void bind_config(nb::module_& module) {
@@ -106,7 +107,7 @@ void bind_inputs(nb::module_& module) {
       .def("__init__", &make_spec, nb::kw_only(), nb::arg("request_id"),
            nb::arg("token_ids").noconvert(), nb::arg("max_new_tokens"), nb::arg("priority") = 0,
            nb::arg("tenant") = "default", nb::arg("salt") = "", nb::arg("expected_return") = 0.5,
-           nb::arg("num_draft_tokens") = 0)
+           nb::arg("num_draft_tokens") = 0, nb::arg("remote_prefill") = false)
       .def_prop_ro("request_id", [](const RequestSpec& self) { return self.request_id.value; })
       .def_prop_ro("token_ids",
                    [](nb::handle_t<RequestSpec> self) {
@@ -118,7 +119,8 @@ void bind_inputs(nb::module_& module) {
       .def_ro("salt", &RequestSpec::salt)
       .def_prop_ro("expected_return",
                    [](const RequestSpec& self) { return self.return_permille / 1000.0; })
-      .def_ro("num_draft_tokens", &RequestSpec::num_draft_tokens);
+      .def_ro("num_draft_tokens", &RequestSpec::num_draft_tokens)
+      .def_ro("remote_prefill", &RequestSpec::remote_prefill);
   nb::class_<StepDone>(module, "StepDone")
       .def("__init__", &make_step_done, nb::kw_only(), nb::arg("step_id"),
            nb::arg("num_accepted").noconvert(), nb::arg("token_ids").noconvert(),
@@ -159,6 +161,16 @@ void bind_inputs(nb::module_& module) {
           nb::kw_only(), nb::arg("ticket"), nb::arg("ok"))
       .def_ro("ticket", &TransferAckInput::ticket)
       .def_ro("ok", &TransferAckInput::ok);
+  nb::class_<RemotePrefillInput>(module, "RemotePrefill")
+      .def(
+          "__init__",
+          [](RemotePrefillInput* self, std::int64_t request_id, bool ok) {
+            new (self) RemotePrefillInput{RequestId{request_id}, ok};
+          },
+          nb::kw_only(), nb::arg("request_id"), nb::arg("ok"))
+      .def_prop_ro("request_id",
+                   [](const RemotePrefillInput& self) { return self.request_id.value; })
+      .def_ro("ok", &RemotePrefillInput::ok);
 }
 
 }  // namespace moorage

@@ -28,7 +28,8 @@ void bind_plan(nb::module_& module) {
       .def_ro("cached_l1", &Admission::cached_l1)
       .def_ro("cached_l2", &Admission::cached_l2)
       .def_ro("cached_l3", &Admission::cached_l3)
-      .def_ro("readmitted", &Admission::readmitted);
+      .def_ro("readmitted", &Admission::readmitted)
+      .def_ro("remote", &Admission::remote);
   nb::class_<PlanView> plan(module, "Plan");
   plan.def_prop_ro("step_id", [](const PlanView& self) { return self.plan->step_id; })
       .def_prop_ro("admissions", [](const PlanView& self) { return self.plan->admissions; })

@@ -39,6 +39,8 @@ struct BoundScheduler {
         events.push_back(nb::cast<const StepDone&>(event).view());
       } else if (nb::isinstance<AbortInput>(event)) {
         events.push_back(nb::cast<const AbortInput&>(event));
+      } else if (nb::isinstance<RemotePrefillInput>(event)) {
+        events.push_back(nb::cast<const RemotePrefillInput&>(event));
       } else if (nb::isinstance<TransferAckInput>(event)) {
         events.push_back(nb::cast<const TransferAckInput&>(event));
       } else {

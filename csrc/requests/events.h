@@ -11,6 +11,8 @@ namespace moorage {
 
 enum class EventKind : std::uint8_t {
   kAdmit,
+  kAdmitRemote,
+  kBootstrapped,
   kPrefillDone,
   kFinish,
   kAbort,
@@ -23,6 +25,17 @@ struct Admit {
   static constexpr EventKind kKind = EventKind::kAdmit;
   static constexpr std::string_view kName = "Admit";
   Holdings kv;
+};
+
+struct AdmitRemote {
+  static constexpr EventKind kKind = EventKind::kAdmitRemote;
+  static constexpr std::string_view kName = "AdmitRemote";
+  Holdings kv;
+};
+
+struct Bootstrapped {  // the remote prefill is over: its KV is there, or will never be
+  static constexpr EventKind kKind = EventKind::kBootstrapped;
+  static constexpr std::string_view kName = "Bootstrapped";
 };
 
 struct PrefillDone {

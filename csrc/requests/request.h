@@ -21,6 +21,7 @@ struct RequestSpec {
   std::string salt;
   std::int32_t return_permille = kDefaultReturnPermille;  // chance that its end is continued
   std::int32_t num_draft_tokens = 0;                      // speculated with each decode row
+  bool remote_prefill = false;                            // another engine computes the prompt
 };
 
 // Names of the first full pages of a token sequence, as far as anybody asked.
@@ -67,6 +68,9 @@ struct Request {
   std::int32_t loaded_from = 0;       // tokens [loaded_from, + num_loaded) came from L2,
   std::int32_t num_loaded = 0;
   std::int32_t num_fetched = 0;       // and these many of them from L3
+
+  bool remote_prefill = false;  // until it was tried once
+  bool awaits_remote = false;   // counts as a step in flight: the other engine may still write
 
   State state = Waiting{};
 

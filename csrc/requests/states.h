@@ -28,6 +28,7 @@ enum class EndStatus : std::uint8_t { kFinished, kAborted, kFailed };
 
 enum class StateKind : std::uint8_t {
   kWaiting,
+  kBootstrapping,
   kPrefilling,
   kDecoding,
   kRetracting,
@@ -38,6 +39,12 @@ enum class StateKind : std::uint8_t {
 struct Waiting {  // queued, new or retracted; holds no memory
   static constexpr StateKind kKind = StateKind::kWaiting;
   static constexpr std::string_view kName = "Waiting";
+};
+
+struct Bootstrapping {  // another engine computes the prompt and writes its KV into these pages
+  static constexpr StateKind kKind = StateKind::kBootstrapping;
+  static constexpr std::string_view kName = "Bootstrapping";
+  Holdings kv;
 };
 
 struct Prefilling {  // tokens whose KV is still to be computed are known
@@ -73,6 +80,6 @@ struct Ended {
   std::string message;
 };
 
-using State = std::variant<Waiting, Prefilling, Decoding, Retracting, Draining, Ended>;
+using State = std::variant<Waiting, Bootstrapping, Prefilling, Decoding, Retracting, Draining, Ended>;
 
 }  // namespace moorage

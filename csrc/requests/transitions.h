@@ -29,6 +29,22 @@ inline Ended on(Fail&& event, Waiting&&) {
   return Ended{EndStatus::kFailed, std::move(event.message)};
 }
 
+inline Bootstrapping on(AdmitRemote&& event, Waiting&&) {
+  return Bootstrapping{std::move(event.kv)};
+}
+inline Prefilling on(Bootstrapped&&, Bootstrapping&& from) {
+  return Prefilling{std::move(from.kv)};
+}
+inline Draining on(Abort&&, Bootstrapping&& from) {
+  return drain(std::move(from.kv), EndStatus::kAborted);
+}
+inline Draining on(Fail&& event, Bootstrapping&& from) {
+  return drain(std::move(from.kv), EndStatus::kFailed, std::move(event.message));
+}
+inline Retracting on(Retract&&, Bootstrapping&& from) {
+  return start_retracting(std::move(from.kv));
+}
+
 inline Decoding on(PrefillDone&&, Prefilling&& from) { return Decoding{std::move(from.kv)}; }
 inline Draining on(Abort&&, Prefilling&& from) {
   return drain(std::move(from.kv), EndStatus::kAborted);
@@ -77,6 +93,22 @@ inline constexpr std::array kIllegalPairs = {
     IllegalPair{StateKind::kWaiting, EventKind::kFinish},
     IllegalPair{StateKind::kWaiting, EventKind::kRetract},
     IllegalPair{StateKind::kWaiting, EventKind::kDrained},
+    IllegalPair{StateKind::kWaiting, EventKind::kBootstrapped},
+    IllegalPair{StateKind::kBootstrapping, EventKind::kAdmit},
+    IllegalPair{StateKind::kBootstrapping, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kBootstrapping, EventKind::kPrefillDone},
+    IllegalPair{StateKind::kBootstrapping, EventKind::kFinish},
+    IllegalPair{StateKind::kBootstrapping, EventKind::kDrained},
+    IllegalPair{StateKind::kPrefilling, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kPrefilling, EventKind::kBootstrapped},
+    IllegalPair{StateKind::kDecoding, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kDecoding, EventKind::kBootstrapped},
+    IllegalPair{StateKind::kRetracting, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kRetracting, EventKind::kBootstrapped},
+    IllegalPair{StateKind::kDraining, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kDraining, EventKind::kBootstrapped},
+    IllegalPair{StateKind::kEnded, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kEnded, EventKind::kBootstrapped},
     IllegalPair{StateKind::kPrefilling, EventKind::kAdmit},
     IllegalPair{StateKind::kPrefilling, EventKind::kFinish},
     IllegalPair{StateKind::kPrefilling, EventKind::kDrained},
@@ -102,7 +134,8 @@ inline constexpr std::array kIllegalPairs = {
 
 template <class... Ts>
 struct TypeList {};
-using Events = TypeList<Admit, PrefillDone, Finish, Abort, Fail, Retract, Drained>;
+using Events =
+    TypeList<Admit, AdmitRemote, Bootstrapped, PrefillDone, Finish, Abort, Fail, Retract, Drained>;
 
 template <class E, class S>
 concept Transition = requires(E event, S state) { on(std::move(event), std::move(state)); };

@@ -108,6 +108,9 @@ bool Scheduler::fits(const Request& request, PrefixMatch& match) const {
 }
 
 void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
+  if (request.remote_prefill) {  // it has no row, and a plan without rows copies nothing
+    match.partial_node = nullptr, match.partial_len = 0;
+  }
   const bool is_page_moved = tree_.can_take_partial(match);
   NodeRef prefix = tree_.pin(request.salt, match);
   OwnedPages tail(pool_, PageOwner::kRequest);
@@ -140,8 +143,17 @@ void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
   request.leader = RequestId{};
   waiting_.erase(request);
   WaitQueue::charge(request, request.len() - match.len());
-  fire(request, Admit{Holdings{std::move(slot), std::move(prefix), std::move(tail)}});
-  insert_running(request);
+  Holdings kv{std::move(slot), std::move(prefix), std::move(tail)};
+  if (request.remote_prefill) {
+    fire(request, AdmitRemote{std::move(kv)});
+    insert_running(request);
+    plan.admissions.back().remote = bootstrap(request, plan);
+    if (plan.admissions.back().remote) return;
+    fire(request, Bootstrapped{});
+  } else {
+    fire(request, Admit{std::move(kv)});
+    insert_running(request);
+  }
   const auto at = std::ranges::find(running_, &request) - running_.begin();
   const std::int32_t rest = request.prefill_end - request.num_planned;
   plan_row(static_cast<std::size_t>(at), std::min(rest, prefill_budget_), true, plan);

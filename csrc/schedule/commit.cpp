@@ -18,7 +18,7 @@ namespace {
 
 void Scheduler::validate(std::span<const InputEvent> events) const {
   std::int32_t num_results = 0;
-  std::vector<std::int64_t> acked;
+  std::vector<std::int64_t> acked, bootstrapped;
   for (std::size_t i = 0; i < events.size(); ++i) {
     const std::string name = "events[" + std::to_string(i) + "]";
     if (const auto* result = std::get_if<StepResult>(&events[i])) {
@@ -36,6 +36,13 @@ void Scheduler::validate(std::span<const InputEvent> events) const {
       if (find_request(abort->request_id) == nullptr) {
         reject(name + ".request_id", std::to_string(abort->request_id.value) + " is unknown");
       }
+    } else if (const auto* remote = std::get_if<RemotePrefillInput>(&events[i])) {
+      const std::int64_t id = remote->request_id.value;
+      const Request* request = find_request(remote->request_id);
+      const bool is_first = std::ranges::find(bootstrapped, id) == bootstrapped.end();
+      bootstrapped.push_back(id);
+      if (is_first && request != nullptr && request->awaits_remote) continue;
+      reject(name + ".request_id", std::to_string(id) + " awaits no remote prefill");
     } else {
       const auto& ack = std::get<TransferAckInput>(events[i]);
       const bool is_first = std::ranges::find(acked, ack.ticket) == acked.end();
@@ -82,6 +89,8 @@ std::vector<EndedRequest> Scheduler::advance(std::span<const InputEvent> events)
     } else if (const auto* input = std::get_if<AbortInput>(&event)) {
       Request* request = find_request(input->request_id);
       if (request != nullptr) abort(*request, ended);  // null: it ended earlier in this batch
+    } else if (const auto* remote = std::get_if<RemotePrefillInput>(&event)) {
+      apply_remote_prefill(*remote, ended);
     } else {
       apply_ack(std::get<TransferAckInput>(event));
     }
@@ -144,7 +153,8 @@ void Scheduler::abort(Request& request, std::vector<EndedRequest>& ended) {
 // An illegal event fails the request it hit, with both names, and nobody else.
 template <class E>
 void Scheduler::fire(Request& request, E event) {
-  const bool held_memory = request.is<Prefilling>() || request.is<Decoding>();
+  const bool held_memory = request.is<Bootstrapping>() || request.is<Prefilling>() ||
+                           request.is<Decoding>();
   const bool was_waiting = request.is<Waiting>();
   const auto illegal = apply(request.state, std::move(event));
   if (illegal) {
@@ -161,6 +171,8 @@ void Scheduler::fire(Request& request, E event) {
 }
 
 template void Scheduler::fire(Request&, Admit);
+template void Scheduler::fire(Request&, AdmitRemote);
+template void Scheduler::fire(Request&, Bootstrapped);
 template void Scheduler::fire(Request&, PrefillDone);
 template void Scheduler::fire(Request&, Finish);
 template void Scheduler::fire(Request&, moorage::Abort);

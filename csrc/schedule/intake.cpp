@@ -103,6 +103,7 @@ void Scheduler::submit(std::span<const RequestSpec* const> specs) {
     request->salt = spec.salt;
     request->return_permille = spec.return_permille;
     request->num_draft_tokens = spec.num_draft_tokens;
+    request->remote_prefill = spec.remote_prefill;
     request->prompt_len = static_cast<std::int32_t>(spec.token_ids.size());
     request->max_new_tokens = static_cast<std::int32_t>(spec.max_new_tokens);
     request->tokens.reserve(spec.token_ids.size() + static_cast<std::size_t>(std::min(

@@ -52,7 +52,7 @@ std::string Scheduler::find_broken_invariant() const {
   std::int64_t num_running = 0, num_waiting = 0, num_leaving = 0;
   std::vector<std::int32_t> slots;
   for (const auto& [id, request] : requests_) {
-    num_running += request->is<Prefilling>() || request->is<Decoding>() ? 1 : 0;
+    num_running += request->is<Bootstrapping>() || request->is<Prefilling>() || request->is<Decoding>() ? 1 : 0;
     num_waiting += request->is<Waiting>() ? 1 : 0;
     num_leaving += request->is<Draining>() || request->is<Retracting>() ? 1 : 0;
     const Holdings* kv = request->holdings();

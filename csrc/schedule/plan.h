@@ -21,6 +21,7 @@ struct Admission {
   std::int32_t cached_l2;
   std::int32_t cached_l3;
   bool readmitted;
+  bool remote;  // Bootstrapping: tokens from cached on, but the last, come from the other engine
 };
 
 struct Plan {

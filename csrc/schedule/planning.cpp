@@ -32,6 +32,10 @@ void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
   emit_moves(plan);
 }
 
+bool Scheduler::wants_prefill(const Request& request) {
+  return request.num_planned < request.prefill_end && !request.is<Bootstrapping>();
+}
+
 // Where a speculating request goes on is known only when its last results are in.
 bool Scheduler::wants_decode(const Request& request) const {
   if (request.num_draft_tokens > 0 && request.num_samples_in_flight > 0) return false;
@@ -54,7 +58,7 @@ void Scheduler::plan_running(Plan& plan) {
       num_decodes += 1;
       num_draft_tokens += num_decode_tokens(*request) - 1;
     }
-    num_prefills += request->num_planned < request->prefill_end ? 1 : 0;
+    num_prefills += wants_prefill(*request) ? 1 : 0;
   }
   // Streams come first, but they never take the whole step from a prefill that waits.
   const std::int32_t kept = num_prefills == 0 ? 0 : (config_.token_budget + 3) / 4;
@@ -72,7 +76,7 @@ void Scheduler::plan_running(Plan& plan) {
       const std::int32_t turn = (nth_decode++ - first + num_decodes) % num_decodes;
       const std::int32_t len = speculates ? num_decode_tokens(request) : 1;
       if (turn < decode_budget) plan_row(i, len, false, plan);
-    } else if (request.num_planned < request.prefill_end && prefill_budget_ > 0) {
+    } else if (wants_prefill(request) && prefill_budget_ > 0) {
       const std::int32_t rest = request.prefill_end - request.num_planned;
       plan_row(i, std::min(rest, prefill_budget_), true, plan);
     }

@@ -6,7 +6,7 @@
 //
 // Invariants:
 //   free + request + tree + in-flight pages == num_pages, each page in one place
-//   running_ holds the Prefilling and Decoding requests, best first; waiting_ the Waiting ones
+//   running_ holds the Bootstrapping, Prefilling and Decoding requests, best first; waiting_ the Waiting ones
 //   memory a step in flight may touch is not handed out before its result is in
 //   the first of running_ always progresses: all others can be made to give way
 // Thread rule: one thread.
@@ -42,7 +42,11 @@ struct TransferAckInput {
   std::int64_t ticket;
   bool ok;
 };
-using InputEvent = std::variant<StepResult, AbortInput, TransferAckInput>;
+struct RemotePrefillInput {  // nothing of the other engine writes to the request's pages any more
+  RequestId request_id;
+  bool ok;
+};
+using InputEvent = std::variant<StepResult, AbortInput, TransferAckInput, RemotePrefillInput>;
 
 struct Stats {
   std::int64_t num_steps = 0;
@@ -166,6 +170,7 @@ class Scheduler {
   // planning.cpp
   void plan_running(Plan& plan);
   void plan_row(std::size_t index, std::int32_t len, bool is_prefill, Plan& plan);
+  static bool wants_prefill(const Request& request);
   bool wants_decode(const Request& request) const;
   std::int32_t num_decode_tokens(const Request& request) const;
   bool make_room(std::int32_t num_pages);
@@ -201,6 +206,8 @@ class Scheduler {
   bool waits_for_transfer(Request& request, const PrefixMatch& match);
   bool is_waiting_for_transfer(Request& request) const;
   Admission make_admission(const Request& request, SlotId slot, const PrefixMatch& match) const;
+  bool bootstrap(Request& request, Plan& plan);
+  void apply_remote_prefill(const RemotePrefillInput& input, std::vector<EndedRequest>& ended);
   void apply_ack(const TransferAckInput& ack);
   void finish_transfer(std::int64_t id);
   void emit_moves(Plan& plan);

@@ -174,7 +174,7 @@ Admission Scheduler::make_admission(const Request& request, SlotId slot,
       std::clamp(match.full_len - request.loaded_from, 0, request.num_loaded);
   const std::int32_t fetched = std::min(loaded, request.num_fetched);
   return {request.id.value,  slot.value, request.len(), match.len() - loaded,
-          loaded - fetched, fetched,    request.was_retracted};
+          loaded - fetched, fetched,    request.was_retracted, false};
 }
 
 // ---- acks --------------------------------------------------------------------------------------
@@ -208,6 +208,37 @@ void Scheduler::finish_transfer(std::int64_t id) {
   const TokenSpan tokens =
       TokenSpan(transfer.tokens).first(static_cast<std::size_t>(num_there) * config_.page_size);
   tree_.publish(*transfer.prefix, tokens, transfer.pages->split_front(num_there), adopted_);
+}
+
+// ---- prefill elsewhere -------------------------------------------------------------------------
+
+// Takes the pages of the whole prompt for another engine to write to, all but the last token, whose
+// logits are wanted here. False: there is nothing to write, or no room; it prefills like any other.
+bool Scheduler::bootstrap(Request& request, Plan& plan) {
+  const std::int32_t end = request.prefill_end - 1;
+  request.remote_prefill = false;
+  if (request.num_computed >= end || grow_tail(request, end, plan) < end) return false;
+  request.num_planned = end;
+  request.num_steps_in_flight += 1;
+  request.awaits_remote = true;
+  return true;
+}
+
+void Scheduler::apply_remote_prefill(const RemotePrefillInput& input,
+                                     std::vector<EndedRequest>& ended) {
+  Request& request = *find_request(input.request_id);
+  request.awaits_remote = false;
+  request.num_steps_in_flight -= 1;
+  if (request.is<Bootstrapping>()) {
+    if (input.ok) {
+      request.num_computed = request.num_planned;
+      publish_full_pages(request);
+    } else {
+      request.num_planned = request.num_computed;
+    }
+    fire(request, Bootstrapped{});
+  }
+  settle(request, ended);
 }
 
 // ---- from outside ------------------------------------------------------------------------------

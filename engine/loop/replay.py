@@ -26,6 +26,7 @@ from _scheduler import (
     Ended,
     LeaseGrant,
     Plan,
+    RemotePrefill,
     RequestSpec,
     Scheduler,
     SchedulerConfig,
@@ -80,6 +81,7 @@ class SpecRecord(msgspec.Struct):
     salt: str
     expected_return: float
     num_draft_tokens: int = 0
+    remote_prefill: bool = False
 
 
 class Submitted(msgspec.Struct, tag="submit"):
@@ -109,8 +111,16 @@ class AckRecord(msgspec.Struct, tag="transfer_ack"):
     ok: bool
 
 
+class RemoteRecord(msgspec.Struct, tag="remote_prefill"):
+    request_id: int
+    ok: bool
+
+
+EventRecord = StepRecord | AbortRecord | AckRecord | RemoteRecord
+
+
 class Advanced(msgspec.Struct, tag="advance"):
-    events: list[StepRecord | AbortRecord | AckRecord]
+    events: list[EventRecord]
     digest: str
 
 
@@ -175,7 +185,9 @@ def digest_plan(plan: Plan) -> str:
         sha.update(f"{name}{array.shape}".encode() + array.tobytes())
     for a in plan.admissions:
         cached = (a.cached_l1, a.cached_l2, a.cached_l3)
-        sha.update(repr((a.request_id, a.slot, a.prompt_len, cached, a.readmitted)).encode())
+        sha.update(
+            repr((a.request_id, a.slot, a.prompt_len, cached, a.readmitted, a.remote)).encode()
+        )
     sha.update(repr(plan.retracted).encode())
     return sha.hexdigest()
 
@@ -193,11 +205,13 @@ def as_ids(token_ids: bytes) -> NDArray[np.int32]:
     return np.frombuffer(token_ids, "<i4").astype(np.int32, copy=False)
 
 
-def record_event(event: Event) -> StepRecord | AbortRecord | AckRecord:
+def record_event(event: Event) -> EventRecord:
     if isinstance(event, Abort):
         return AbortRecord(event.request_id)
     if isinstance(event, TransferAck):
         return AckRecord(event.ticket, event.ok)
+    if isinstance(event, RemotePrefill):
+        return RemoteRecord(event.request_id, event.ok)
     return StepRecord(
         step_id=event.step_id,
         num_columns=event.token_ids.shape[1],
@@ -208,11 +222,13 @@ def record_event(event: Event) -> StepRecord | AbortRecord | AckRecord:
     )
 
 
-def event_of(record: StepRecord | AbortRecord | AckRecord) -> Event:
+def event_of(record: EventRecord) -> Event:
     if isinstance(record, AbortRecord):
         return Abort(request_id=record.request_id)
     if isinstance(record, AckRecord):
         return TransferAck(ticket=record.ticket, ok=record.ok)
+    if isinstance(record, RemoteRecord):
+        return RemotePrefill(request_id=record.request_id, ok=record.ok)
     num_accepted = as_ids(record.num_accepted)
     return StepDone(
         step_id=record.step_id,
@@ -247,6 +263,7 @@ class RecordingScheduler(Scheduler):
                 salt=spec.salt,
                 expected_return=spec.expected_return,
                 num_draft_tokens=spec.num_draft_tokens,
+                remote_prefill=spec.remote_prefill,
             )
             for spec in specs
         ]
@@ -363,6 +380,7 @@ def spec_of(record: SpecRecord) -> RequestSpec:
         salt=record.salt,
         expected_return=record.expected_return,
         num_draft_tokens=record.num_draft_tokens,
+        remote_prefill=record.remote_prefill,
     )
 
 

@@ -71,6 +71,7 @@ class SchedulerDriver {
 
   std::int64_t num_retractions() const { return scheduler_.stats().num_retractions; }
   std::int64_t num_lower_hits() const { return num_lower_hits_; }
+  std::int64_t num_remote() const { return num_remote_; }
   std::int64_t num_ended() const { return num_ended_; }
 
  private:
@@ -110,7 +111,7 @@ class SchedulerDriver {
     live_.push_back(id);
     submit(scheduler_, {RequestId{id}, std::move(tokens), 1 + next() % 28, next() % 3 - 1,
                         next() % 2 == 0 ? "a" : "b", next() % 4 == 0 ? "salt" : "",
-                        next() % 1001, next() % 3});
+                        next() % 1001, next() % 3, next() % 4 == 0});
   }
 
   void abort_random() {
@@ -133,11 +134,18 @@ class SchedulerDriver {
 
   // Of the tickets told of, in any order; some report a loss.
   void ack_some() {
+    if (!remote_.empty()) end_remote(next() > 60);
     for (int i = next() % 8; i > 0 && !tickets_.empty(); --i) {
       const std::size_t at = next() % tickets_.size();
       advance({TransferAckInput{tickets_[at], next() > 40}});
       tickets_.erase(tickets_.begin() + static_cast<std::ptrdiff_t>(at));
     }
+  }
+
+  void end_remote(bool ok) {
+    const RequestId id{remote_.back()};
+    remote_.pop_back();
+    advance({RemotePrefillInput{id, ok}});
   }
 
   void plan() {
@@ -146,6 +154,8 @@ class SchedulerDriver {
     scheduler_.next_plan(now_, plan_);
     for (const auto& move : plan_.moves) tickets_.push_back(move[0]);
     for (const Admission& admission : plan_.admissions) {
+      if (admission.remote) remote_.push_back(admission.request_id);
+      num_remote_ += admission.remote ? 1 : 0;
       num_lower_hits_ += admission.cached_l2 + admission.cached_l3 > 0 ? 1 : 0;
     }
     if (plan_.step_id < 0) return;
@@ -178,6 +188,7 @@ class SchedulerDriver {
         advance({TransferAckInput{tickets_.back(), true}});
         tickets_.pop_back();
       }
+      while (!remote_.empty()) end_remote(true);
       check();
     }
     require(live_.empty(), "no progress");
@@ -200,7 +211,9 @@ class SchedulerDriver {
   std::deque<Results> flights_;
   std::vector<std::int64_t> live_;
   std::vector<std::int64_t> tickets_;
+  std::vector<std::int64_t> remote_;
   std::int64_t num_lower_hits_ = 0;
+  std::int64_t num_remote_ = 0;
   std::int64_t next_id_ = 0;
   std::int64_t num_ended_ = 0;
   TimeMs now_ = 0;

@@ -126,7 +126,7 @@ TEST(Scheduler, AnAckOfNoTicketOrTwiceIsRefusedWhole) {
 
 // The same walk the fuzzer takes, over seeded bytes, so that it runs where there is no clang.
 TEST(Scheduler, SurvivesRandomCallSequences) {
-  std::int64_t num_ended = 0, num_retractions = 0, num_lower_hits = 0;
+  std::int64_t num_ended = 0, num_retractions = 0, num_lower_hits = 0, num_remote = 0;
   for (std::uint32_t seed = 0; seed < 240; ++seed) {
     std::mt19937 random(seed);
     std::vector<std::uint8_t> bytes(1500);
@@ -136,10 +136,12 @@ TEST(Scheduler, SurvivesRandomCallSequences) {
     num_ended += driver.num_ended();
     num_retractions += driver.num_retractions();
     num_lower_hits += driver.num_lower_hits();
+    num_remote += driver.num_remote();
   }
   EXPECT_GT(num_ended, 5000);
   EXPECT_GT(num_retractions, 100);
   EXPECT_GT(num_lower_hits, 100);
+  EXPECT_GT(num_remote, 100);
 }
 
 }  // namespace

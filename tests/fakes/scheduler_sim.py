@@ -40,6 +40,7 @@ class Job:
     priority: int = 0
     tenant: str = "default"
     num_draft_tokens: int = 0
+    remote_prefill: bool = False
     outputs: list[int] = field(default_factory=list)
     slot: int = -1
     ended: cpp.Ended | None = None
@@ -275,6 +276,7 @@ class Harness:
         self.overlap = overlap
         self.mover: TierMover | None = None
         self.num_lower_tokens = 0
+        self.remote: dict[int, tuple[int, int]] = {}  # awaited: slot, tokens there already
         self.jobs: dict[int, Job] = {}
         self.live: set[int] = set()
         self.over: set[int] = set()  # aborted or failed, though a step may still be in flight
@@ -299,6 +301,7 @@ class Harness:
                     tenant=job.tenant,
                     salt=job.salt,
                     num_draft_tokens=job.num_draft_tokens,
+                    remote_prefill=job.remote_prefill,
                 )
             ]
         )
@@ -324,6 +327,8 @@ class Harness:
             assert 0 <= cached < admission.prompt_len
             job.admissions.append((admission.prompt_len, cached))
             job.slot = admission.slot
+            if admission.remote:
+                self.remote[job.request_id] = (admission.slot, cached)
             self.admitted_at.setdefault(job.request_id, self.plans)
         self.num_retracted += len(plan.retracted)
         if plan.step_id < 0:
@@ -383,6 +388,21 @@ class Harness:
             finished=np.array(flight.finished, np.uint8),
             failed=np.array(flight.failed, np.uint8),
         )
+
+    def end_remote(self, request_id: int, ok: bool) -> None:
+        """The other engine is done: it wrote the prompt's KV, as late as it may, or nothing."""
+        job = self.jobs[request_id]
+        slot, start = self.remote.pop(request_id)
+        known = job.prompt + job.outputs
+        state = seed_of(job.salt)
+        for position, token in enumerate(known[:-1] if ok else []):
+            state = mix(state, token)
+            page = self.device.page_table[slot, position // self.config.page_size]
+            if position >= start:
+                self.device.memory[page, position % self.config.page_size] = state
+        for result in self.scheduler.advance([cpp.RemotePrefill(request_id=request_id, ok=ok)]):
+            self.jobs[result.request_id].ended = result
+            self.live.discard(result.request_id)
 
     def abort(self, request_id: int) -> list[cpp.Ended]:
         self.over.add(request_id)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A long random walk over the scheduler and a simulated three-tier KV memory.
+
+    python -m benchmarks.soak.scheduler_soak [--minutes 10] [--seed 0]
+
+One JSON line a minute and one at the end. Exit 1 with the seed of the run that broke: a page in
+two places, KV of other tokens read, an output the model would not give, no progress.
+Does not know how the scheduler decides anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+
+import numpy as np
+
+from _scheduler import SchedulerConfig
+from tests.fakes.scheduler_sim import Harness, TierMover, ToyModel, random_tokens
+
+STEPS_A_RUN = 1000
+
+
+def random_config(rng: random.Random) -> SchedulerConfig:
+    num_l2_pages = rng.choice([0, 1, 5, 20, 100])
+    return SchedulerConfig(
+        page_size=rng.choice([1, 2, 4, 8]),
+        num_pages=rng.choice([8, 12, 20, 40, 100]),
+        max_slots=rng.choice([1, 2, 4, 8]),
+        max_context_len=rng.choice([24, 40, 90]),
+        token_budget=rng.choice([1, 3, 8, 32]),
+        eviction=rng.choice(["value", "lru"]),
+        lease_percent=rng.choice([0, 50, 100]),
+        num_l2_pages=num_l2_pages,
+        use_l3=num_l2_pages > 0 and rng.random() < 0.5,
+    )
+
+
+class Walk:
+    """One seeded run; `steps` of it, then to the end of every request."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        config = self.config = random_config(rng)
+        self.vocab = rng.choice([2, 3, 50])
+        model = ToyModel(self.vocab, stop_one_in=rng.choice([0, 10]))
+        self.harness = Harness(config, model, overlap=rng.random() < 0.5)
+        if config.num_l2_pages:
+            self.harness.mover = TierMover(config, self.harness.device, rng)
+            self.harness.mover.loss = rng.choice([0.0, 0.1])
+        self.history: list[list[int]] = [[0]]
+
+    def submit(self) -> None:
+        rng, config = self.rng, self.config
+        stem = rng.choice(self.history)
+        prompt = stem[: rng.randrange(len(stem) + 1)]
+        prompt += random_tokens(rng, rng.randrange(1, 12), self.vocab)
+        prompt = prompt[: config.max_context_len - 2]
+        most = min(config.max_context_len, config.num_pages * config.page_size + 1) - len(prompt)
+        if most < 1:
+            return
+        job = self.harness.submit(
+            prompt,
+            rng.randrange(1, min(most, 30) + 1),
+            tenant=rng.choice(["a", "b"]),
+            priority=rng.choice([0, 1]),
+            num_draft_tokens=rng.choice([0, 0, 2]),
+            remote_prefill=rng.random() < 0.1,
+        )
+        self.history = [*self.history[-19:], job.prompt]
+
+    def disturb(self) -> None:
+        harness, rng = self.harness, self.rng
+        harness.now_ms += rng.choice([0, 1, 5])
+        dice = rng.random()
+        tokens = np.array(rng.choice(self.history), np.int32)
+        if dice < 0.35 and len(harness.live) < 20:
+            self.submit()
+        elif dice < 0.38 and harness.live:
+            harness.abort(rng.choice(sorted(harness.live)))
+        elif dice < 0.40 and harness.live:
+            harness.fail_next = {rng.choice(sorted(harness.live))}
+        elif dice < 0.44:
+            harness.scheduler.move(tokens, rng.choice(["l1", "l2", "none"]))
+        elif dice < 0.47:
+            until = harness.now_ms + 40
+            harness.scheduler.lease(lease_id=rng.randrange(4), token_ids=tokens, until_ms=until)
+        elif dice < 0.7 and harness.remote:
+            harness.end_remote(rng.choice(sorted(harness.remote)), ok=rng.random() < 0.7)
+
+    def run(self, steps: int) -> None:
+        harness = self.harness
+        for _ in range(steps):
+            self.disturb()
+            harness.step()
+            harness.check()
+        for _ in range(100_000):
+            if not harness.live:
+                break
+            for request_id in sorted(harness.remote):
+                harness.end_remote(request_id, ok=True)
+            harness.now_ms += 1
+            harness.step()
+        while harness.flights:
+            harness.commit()
+        assert not harness.live, "no progress"
+        for job in harness.jobs.values():
+            expected = harness.model.generate(job)
+            assert job.outputs == expected[: len(job.outputs)], "an output is not the model's"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    start = said = time.monotonic()
+    seed, num_steps, num_requests = arguments.seed, 0, 0
+    while time.monotonic() - start < arguments.minutes * 60:
+        walk = Walk(seed)
+        try:
+            walk.run(STEPS_A_RUN)
+        except (AssertionError, RuntimeError) as error:
+            print(json.dumps({"case": "scheduler_soak", "broken_seed": seed, "why": str(error)}))
+            return 1
+        seed += 1
+        num_steps += walk.harness.plans
+        num_requests += len(walk.harness.jobs)
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            print(json.dumps({"runs": seed - arguments.seed, "steps": num_steps}), flush=True)
+    result = {"case": "scheduler_soak", "runs": seed - arguments.seed, "steps": num_steps}
+    print(json.dumps({**result, "requests": num_requests, "broken": 0}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
