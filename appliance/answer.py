@@ -82,15 +82,15 @@ class AnswerReader:
 
         An answer loses the call it was cut in; with `text_only` it loses all its calls.
         """
-        stop = self._text_source.stop
-        if stop is not None:
-            return self._kept_head(stop.num_tokens_kept, stop.tail_text)
         if text_only and (self.has_calls or self.has_truncated_call):
             return self._kept_text()
-        if self.has_truncated_call:
+        if self.has_truncated_call:  # by a limit, or by a stop string inside the call
             if self.has_calls:
                 return self._kept_head(self._num_at_last_call_end, "")
             return self._kept_text()
+        stop = self._text_source.stop
+        if stop is not None:
+            return self._kept_head(stop.num_tokens_kept, stop.tail_text)
         is_closed = bool(self.token_ids) and self.token_ids[-1] in self.eos_ids
         return KeptTokens(
             token_ids=encode_ids(self.token_ids),

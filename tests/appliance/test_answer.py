@@ -88,3 +88,19 @@ def test_derived_ids_are_stable_well_formed_and_all_different() -> None:
     assert len(set(ids)) == 50 and all(is_id(made, "item") for made in ids)
     assert ids == [derived_id("item", turn_id, n) for n in range(50)]
     assert derived_id("call", turn_id, 0)[5:] != derived_id("item", turn_id, 0)[5:]
+
+
+@pytest.mark.parametrize("stop", ["{", '"', "ls", "}", "}}", "}, {", "]"])
+def test_a_stop_string_inside_a_call_keeps_whole_items_only(stop: str) -> None:
+    answer, response = reader((stop,)), ResponseEvents("turn_x", TOOLSET)
+    for token_id in ids_of(TEXT):
+        if answer.is_stopped:
+            break
+        response.take(answer.push(token_id))
+    response.take(answer.finish(is_cut=True))
+    response.finish()
+    assert answer.is_stopped
+    num_calls = sum(isinstance(item, FunctionCall) for item in response.items)
+    kept = spell(answer.kept().token_ids)
+    assert kept.count('"name"') == num_calls
+    assert kept.rstrip() == "Let me look." or kept.startswith(f"Let me look.\n<tool_call>[{CALL}")

@@ -122,3 +122,41 @@ def test_closing_a_session_stops_its_turn_and_is_idempotent(app: RunningApp) -> 
     assert turn_id in app.engine.aborted
     assert app.get(f"/v1/sessions/{session_id}").status_code == 404
     assert app.get(f"{path}/{turn_id}/events").status_code == 404
+
+
+def history_of(app: RunningApp, session_id: str) -> str:
+    ids = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
+    return str(app.post("/detokenize", {"tokens": ids}).json()["prompt"])
+
+
+CALL = '<tool_call>[{"name": "ls", "arguments": {"path": "src"}}]</tool_call>'
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop": ["}"]}, {"stop": ["src"]}, {"max_output_tokens": 12}], ids=str
+)
+def test_a_turn_that_ends_inside_its_call_commits_none_of_it_and_the_next_one_closes_it(
+    app: RunningApp, fields: Json
+) -> None:
+    app.engine.script = says(CALL, "ok")
+    session_id = app.session(tools=[TOOL])
+    turn = app.turn(session_id, "go", tool_choice="required", **fields)
+    assert (turn["output"], turn["committed_tokens"]) == ([], 0)
+    assert history_of(app, session_id).endswith("go<|im_end|>\n<|im_start|>assistant\n")
+    assert app.turn(session_id, "next")["status"] == "completed"
+    assert (
+        "go<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nnext<|im_end|>\n"
+    ) in history_of(app, session_id)
+
+
+def test_a_turn_cancelled_before_its_first_token_leaves_an_empty_answer_that_is_closed(
+    app: RunningApp,
+) -> None:
+    app.engine.prefill_s = 30.0
+    session_id = app.session()
+    run_until(app, session_id, "turn.queued")
+    app.engine.prefill_s = 0.0
+    app.turn(session_id, "again")
+    assert (
+        "go<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n"
+    ) in history_of(app, session_id)
