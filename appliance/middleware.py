@@ -16,11 +16,33 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.errors import ApiError, error_body_for
+from appliance.errors import STATUS_BY_CODE, ApiError, error_body_for
 from appliance.metrics import Metrics
 
 RECEIVED_S = "moorage.received_s"  # key in the ASGI scope: when the request's head was read
+# JSON text up to what may not be stored: half of a surrogate pair, an integer of 19 digits or more.
+_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}")
+_STRING = (
+    rb'"(?:[^"\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
+    rb"|\\(?!u[dD][89a-fA-F]).)*+"
+)
+_STRING_HEAD = re.compile(_STRING, re.DOTALL)
+_FLOAT = rb"[0-9]++(?:\.[0-9]++(?:[eE][+-]?+[0-9]++)?+|[eE][+-]?+[0-9]++)"
+_PLAIN = re.compile(
+    rb'(?:[^"0-9]++|' + _STRING + rb'"|' + _FLOAT + rb"|[0-9]{1,18}+(?![0-9]))*+", re.DOTALL
+)
+_LONG_INTEGER = re.compile(rb"[0-9]{19,}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
+
+
+class BodyRefused(HTTPException):
+    """A body that no route can read. The kind of error that passes the framework's body reader
+    unchanged.
+    """
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(STATUS_BY_CODE[code], message)
+        self.code = code
 
 
 class RequestFrame:
@@ -52,17 +74,25 @@ class RequestFrame:
         await self._app(scope, self._limited(receive), send_framed)
 
     def _limited(self, receive: Receive) -> Receive:
-        """Bodies without a declared length are measured as they come."""
+        """Bodies without a declared length are measured as they come; what no store, hash or
+        engine could hold is refused here, for every route.
+        """
         num_bytes = 0
+        chunks: list[bytes] = []
 
         async def receive_limited() -> Message:
             nonlocal num_bytes
             message = await receive()
             if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
+                chunks.append(message.get("body", b""))
+                num_bytes += len(chunks[-1])
                 if num_bytes > self._max_body_bytes:
-                    # The one kind of error that passes the framework's body reader unchanged.
-                    raise HTTPException(413, f"more than {self._max_body_bytes} bytes")
+                    raise BodyRefused(
+                        "request_too_large", f"more than {self._max_body_bytes} bytes"
+                    )
+                if not message.get("more_body", False):
+                    check_text(b"".join(chunks))
+                    chunks.clear()
             return message
 
         return receive_limited
@@ -79,6 +109,45 @@ class RequestFrame:
         route = scope.get("route")
         path = getattr(route, "path", "other")
         self._metrics.http_requests.labels(path, str(status)).inc()
+
+
+def check_text(body: bytes) -> None:
+    """Raise BodyRefused unless a JSON body spells Unicode text, in UTF-8, and 64-bit integers.
+
+    Python's reader lets halves of surrogate pairs through, and integers of any length.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise BodyRefused("invalid_json", f"the body is not UTF-8: {error.reason}") from error
+    at = 0
+    while _SUSPECT.search(body, at):
+        at = _end(_PLAIN, body, at)
+        digits = _LONG_INTEGER.match(body, at)
+        if digits is None:
+            break
+        _check_integer(body, digits)
+        at = digits.end()
+    at = _end(_STRING_HEAD, body, at)
+    if body[at : at + 2] == b"\\u":
+        escape = body[at : at + 6].decode("ascii", "replace")
+        raise BodyRefused(
+            "invalid_json", f"the body is not Unicode text: {escape} at byte {at} stands alone"
+        )
+
+
+def _check_integer(body: bytes, digits: re.Match[bytes]) -> None:
+    sign = "-" if body[digits.start() - 1 : digits.start()] == b"-" else ""
+    shown = sign + digits[0].decode()
+    if len(digits[0]) > 20 or not -(2**63) <= int(shown) < 2**64:
+        raise BodyRefused(
+            "invalid_value", f"{shown[:24]} at byte {digits.start()}: integers have 64 bits at most"
+        )
+
+
+def _end(pattern: re.Pattern[bytes], body: bytes, at: int) -> int:
+    found = pattern.match(body, at)
+    return at if found is None else found.end()
 
 
 def _request_id(headers: Headers) -> str:

@@ -92,6 +92,8 @@ class TurnEvents:
                     index = len(self.frames)
                     yield chunk
                 elif self.is_closed:
+                    if index > len(self.frames) > 0:  # no reader misses how the turn ended
+                        yield self.frames[-1]
                     return
                 else:
                     await self._grown.wait()

@@ -78,7 +78,7 @@ def turn_params(body: TurnCreate, session_tool_choice: Any, max_new: int) -> Tur
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         # Drawn here and stored: a turn that must be sampled again draws the same tokens.
-        seed=secrets.randbits(63) if body.seed is None else body.seed % 2**64,
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
         ignore_eos=body.ignore_eos,
     )
     tool_choice = session_tool_choice if body.tool_choice is None else body.tool_choice

@@ -78,7 +78,7 @@ def sampling_of(
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=body.logit_bias or {},
-        seed=None if body.seed is None else body.seed % 2**64,
+        seed=body.seed,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=body.ignore_eos,
         num_logprobs=num_logprobs,

@@ -6,6 +6,7 @@ Does not know: turns, or what an event says.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
@@ -18,6 +19,7 @@ from appliance.errors import ApiError
 # Otherwise the library cuts every stream the moment SIGTERM arrives.
 AppStatus.enable_automatic_graceful_drain = False
 
+_CURSOR = re.compile(r"[0-9]{1,18}\Z")
 DONE_FRAME = b"data: [DONE]\n\n"
 
 
@@ -69,6 +71,6 @@ def cursor_of(request: Request, starting_after: int | None) -> int:
     header = request.headers.get("last-event-id", "")
     if not header:
         return 0
-    if not header.isdigit():
+    if not _CURSOR.match(header):
         raise ApiError("invalid_value", f"Last-Event-ID must be a number; got {header!r}")
     return int(header)

@@ -21,11 +21,14 @@ MAX_FORKS = 32
 Temperature = Annotated[float, Field(ge=0.0, le=10.0)]
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
 MinP = Annotated[float, Field(ge=0.0, le=1.0)]
-TopK = Annotated[int, Field(ge=0)]
+INT32_MAX = 2**31 - 1
+TopK = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-RepetitionPenalty = Annotated[float, Field(gt=0.0, le=10.0)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-PositiveInt = Annotated[int, Field(ge=1)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=10.0)]  # less, and logits overflow
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Priority = Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)]
+PositiveInt = Annotated[int, Field(ge=1, le=INT32_MAX)]
+Milliseconds = Annotated[int, Field(ge=1, lt=2**53)]
 StopList = str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None
 
 
@@ -89,7 +92,7 @@ class SessionCreate(StrictBody):
     context: ContextBody | None = None
     on_conflict: Literal["reject", "queue", "interrupt"] = "reject"
     on_disconnect: Literal["continue", "cancel"] = "continue"
-    priority: int = 0
+    priority: Priority = 0
     parent_session_id: str | None = None
     expires_after: str | None = None
     strict_model: bool = False
@@ -106,7 +109,7 @@ class SessionUpdate(StrictBody):
     context: ContextBody | None = None
     on_conflict: Literal["reject", "queue", "interrupt"] | None = None
     on_disconnect: Literal["continue", "cancel"] | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     expires_after: str | None = None
 
 
@@ -130,7 +133,7 @@ class TurnCreate(StrictBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     min_tool_calls: Annotated[int, Field(ge=0)] | None = None
-    deadline_ms: PositiveInt | None = None
+    deadline_ms: Milliseconds | None = None
     expect_revision: Annotated[int, Field(ge=0)] | None = None
     store_partial: bool = True
     auto_close_calls: bool = False
@@ -181,7 +184,7 @@ class SamplingFields(DialectBody):
     stream: bool = False
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
@@ -191,7 +194,7 @@ class SamplingFields(DialectBody):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    priority: int = 0
+    priority: Priority = 0
 
 
 class SamplingBody(SamplingFields):
