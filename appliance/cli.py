@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from typing import Any
 
 import click
@@ -61,6 +63,24 @@ def check(settings: Settings, as_json: bool) -> None:
         if not problems:
             click.echo("ok")
     raise SystemExit(1 if problems else 0)
+
+
+@main.command()
+@click.argument("src", type=click.Path(exists=True, file_okay=False))
+@click.argument("dst", type=click.Path(file_okay=False))
+@click.option(
+    "--format", "weight_format", required=True,
+    type=click.Choice(["nvfp4", "mxfp4", "mxint4", "fp8"]), help="Of the decoder's linear layers.",
+)  # fmt: skip
+@click.option("--exclude", multiple=True, help="Leave tensors whose name matches this alone.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+def quantize(src: str, dst: str, weight_format: str, exclude: tuple[str, ...], device: str) -> None:
+    """Convert a checkpoint to low-bit weights; prints a JSON line per tensor with its error."""
+    # A process of its own: the converter needs torch, which nothing here may load.
+    patterns = [part for pattern in exclude for part in ("--exclude", pattern)]
+    options = ["--format", weight_format, "--device", device, *patterns]
+    command = [sys.executable, "-m", "engine.quantize", src, dst, *options]
+    raise SystemExit(subprocess.run(command).returncode)
 
 
 @main.group()

@@ -294,7 +294,7 @@ def read_owner(state_dir: Path) -> str:
 def build_services(config: ApplianceConfig, assets: TextAssets | None = None) -> Services:
     """Construct everything; nothing is connected yet. Loads the model's text side if not given."""
     if assets is None:
-        assets = load_text_assets(config.engine.model)
+        assets = load_text_assets(config.engine.model, load_format=config.engine.load_format)
     tool_format = tool_format_of(assets)
     client = EngineClient(config.engine.socket_path)
     server = config.server
