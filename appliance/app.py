@@ -35,6 +35,7 @@ from appliance.cli_options import VERSION
 from appliance.errors import ApiError, as_api_error, error_body_for, error_headers
 from appliance.leases import LeaseService
 from appliance.middleware import RequestFrame
+from appliance.prefill import Prefiller
 from appliance.services import Services
 from appliance.session_history import SessionHistory
 from appliance.session_service import SessionService
@@ -69,13 +70,15 @@ ROUTERS = tuple(
 def create_app(services: Services) -> FastAPI:
     """Return the application; it connects when it starts and lets go when it ends."""
     turn_service = TurnService(services)
+    prefiller = Prefiller(services)
     context = ApiContext(
         services,
         turn_service,
-        SessionService(services, turn_service),
+        SessionService(services, turn_service, prefiller),
         SessionViews(services),
         SessionHistory(services),
         LeaseService(services),
+        prefiller,
     )
     app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
     app.state.context = context
@@ -120,6 +123,7 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
             sweeper.cancel()
         await context.turns.drain(services.config.server.drain_s)
         await context.leases.close()
+        await context.prefiller.close()
         await services.client.close()
         await services.store.close()
 

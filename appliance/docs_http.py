@@ -77,6 +77,7 @@ with `num`.
 | session.updated, session.suspended, session.expired | |
 | session.closed | the last event |
 | session.residency | only `session_id` and `l1`, `l2`, `l3`: tokens in each tier |
+| session.prefilled | only `session_id`, `state`, `cached_tokens`, `computed_tokens`, `error` |
 | session.signal | `signal`, `decision`, `reason`, `cached_tokens` and what came with it |
 | lease.granted, .clipped, .queued, .denied, .revoked, .expired | only `session_id` and `lease` |
 | cache.stored, cache.moved, cache.removed | `tier`, `page_hash`, `parent_hash`, `num_tokens` |

@@ -19,6 +19,7 @@ from appliance.api.wire import (
 )
 from appliance.cache_report import HEAD_CHANGED, REPORT
 from appliance.errors import ApiError
+from appliance.prefill import Prefiller
 from appliance.prompts import Head
 from appliance.races import racing
 from appliance.response_events import item_wire
@@ -40,8 +41,9 @@ logger = logging.getLogger(__name__)
 class SessionService:
     """All that clients do to sessions besides running turns."""
 
-    def __init__(self, services: Services, turns: TurnService) -> None:
+    def __init__(self, services: Services, turns: TurnService, prefiller: Prefiller) -> None:
         self._services = services
+        self._prefiller = prefiller
         self._turns = turns
 
     # Life ---------------------------------------------------------------------------------
@@ -148,11 +150,11 @@ class SessionService:
     async def append(
         self, tenant: str | None, session_id: str, body: ItemsAppend
     ) -> dict[str, Any]:
-        """Append items without generating."""
+        """Append items without generating; with `prefill`, their KV is computed too."""
         refuse_unsupported(body)
+        services = self._services
 
-        async def once() -> dict[str, Any]:
-            services = self._services
+        async def once() -> tuple[Session, Record]:
             session = await services.store.get(session_id, tenant=tenant)
             session.check_ready(services.clock_ms(), expect_revision=body.expect_revision)
             await services.check_quota(session.tenant)
@@ -161,17 +163,27 @@ class SessionService:
             record = self._items_record(session, log, body)
             appended = session.append_items(record, services.clock_ms())
             check_fits(appended, services.context_limit(session), "items")
-            stored = await services.store.append_record(appended, record)
-            return {
-                "object": "list",
-                "data": [item_wire(item) for item in record.input_items],
-                "revision": stored.revision,
-                "num_tokens": stored.num_tokens,
-                "added_tokens": record.num_tokens,
-                "open_calls": list(stored.open_call_ids),
-            }
+            return await services.store.append_record(appended, record), record
 
-        return await racing(once)
+        stored, record = await racing(once)
+        return {
+            "object": "list",
+            "data": [item_wire(item) for item in record.input_items],
+            "revision": stored.revision,
+            "num_tokens": stored.num_tokens,
+            "added_tokens": record.num_tokens,
+            "open_calls": list(stored.open_call_ids),
+            "prefill": await self._prefill(stored, body.prefill),
+        }
+
+    async def _prefill(self, session: Session, how: str) -> dict[str, Any] | None:
+        if how == "none":
+            return None
+        token_ids = await self._services.store.read_tokens(session)
+        if how == "now":
+            return (await self._prefiller.run(session, token_ids, is_urgent=True)).wire()
+        self._prefiller.start(session, token_ids)
+        return {"state": "started"}
 
     # Inside -------------------------------------------------------------------------------
 
@@ -210,7 +222,10 @@ class SessionService:
             # The old or the new head is rendered inside the first message: all is rendered anew.
             records = services.first_records(head, log.items, rewritten=HEAD_CHANGED)
         else:
-            records = (*new_head, *(replace(r, params=_rewritten(r)) for r in rest))
+            records = (
+                *new_head,
+                *(replace(r, params=_rewritten(r), page_hashes=b"") for r in rest),
+            )
         moved, own = replace_history(session, log, records, services.clock_ms())
         return await services.store.replace_history(moved, own)
 

@@ -64,7 +64,6 @@ def refuse_unsupported(body: SessionCreate | SessionUpdate | ItemsAppend) -> Non
     refused: list[tuple[str, Any, Any]] = []
     if isinstance(body, ItemsAppend):
         refused += [
-            ("prefill", body.prefill, ("none",)),
             ("partial", body.partial, (False,)),
             ("final", body.final, (False,)),
             ("call_id", body.call_id, (None,)),

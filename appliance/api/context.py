@@ -16,6 +16,7 @@ from fastapi import Depends, Request
 
 from appliance.errors import ApiError
 from appliance.leases import LeaseService
+from appliance.prefill import Prefiller
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_history import SessionHistory
 from appliance.session_service import SessionService
@@ -35,6 +36,7 @@ class ApiContext:
     views: SessionViews
     history: SessionHistory
     leases: LeaseService
+    prefiller: Prefiller
 
 
 class ClientGone(Exception):
