@@ -98,9 +98,20 @@ class TurnEvents:
                 else:
                     await self._grown.wait()
         finally:
-            self.num_readers -= 1
-            if not self.num_readers and not self.is_closed and self.on_readers_gone is not None:
-                self.on_readers_gone()
+            self._let_go()
+
+    async def read_to_end(self) -> None:
+        """Wait for the end of the turn as one of its readers, who wants no event but the last."""
+        self.num_readers += 1
+        try:
+            await self.wait_closed()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.num_readers -= 1
+        if not self.num_readers and not self.is_closed and self.on_readers_gone is not None:
+            self.on_readers_gone()
 
     async def wait_closed(self) -> None:
         """Wait for the end of the turn without counting as a reader."""

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance import turn_view
@@ -26,6 +26,7 @@ from appliance.turn_queue import TurnQueue, WaitingTurn
 from appliance.turn_record import CANCEL, DEADLINE
 from appliance.turn_run import TERMINAL_EVENT, TurnRun
 from sessions.errors import (
+    RevisionConflict,
     SessionError,
     SessionNotFound,
     TurnInProgress,
@@ -80,9 +81,13 @@ class TurnService:
             except VersionConflict:
                 continue
             except TurnInProgress as busy:
-                turn_id = await self._find_by_key(ask) or await self._resolve_conflict(ask, busy)
+                turn_id = await self._find_by_key(ask)
                 if turn_id is not None:
                     return turn_id
+                resolved = await self._resolve_conflict(ask, busy)
+                if isinstance(resolved, str):
+                    return resolved
+                ask = resolved
             except SessionError:
                 # The race may have been lost to the very same request.
                 turn_id = await self._find_by_key(ask)
@@ -125,11 +130,11 @@ class TurnService:
         self._launch(run, ask.received_s)
         return claim.turn_id
 
-    async def _resolve_conflict(self, ask: Ask, busy: TurnInProgress) -> str | None:
+    async def _resolve_conflict(self, ask: Ask, busy: TurnInProgress) -> str | Ask:
         """Do as the session says while another turn runs: refuse, wait in line, or stop it.
 
-        Returns the id of a turn that waits now, or None: try again. A request that could not run
-        is refused before it stops another or waits.
+        Returns the id of a turn that waits now, or what to try again with. A request that could
+        not run is refused before it stops another or waits.
         """
         services = self._services
         session = await services.store.get(ask.session_id, tenant=ask.tenant)
@@ -143,9 +148,17 @@ class TurnService:
             events = services.journals.create(session.id, pending.id)
             self._queue.add(WaitingTurn(ask, pending, events))
             return pending.id
-        if session.current_turn is not None:
-            await self.cancel(ask.tenant, session.id, session.current_turn)
-        return None
+        expected = ask.body.expect_revision
+        if expected is not None and expected != session.revision:
+            raise RevisionConflict(expected, session.revision)
+        if session.current_turn is None:
+            return ask
+        stopped = await self.cancel(ask.tenant, session.id, session.current_turn)
+        if expected is None:
+            return ask
+        # What the client expects to interrupt it has seen: it stands behind what that leaves.
+        moved_on = {"expect_revision": stopped.get("revision", expected)}
+        return replace(ask, body=ask.body.model_copy(update=moved_on))
 
     async def _begin_waiting(self, waiting: WaitingTurn) -> None:
         for _ in range(MAX_RACES):
@@ -269,10 +282,10 @@ class TurnService:
         return turn_view.turn_wire(session_id, turn)
 
     async def wait(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
-        """Wait for a turn's end and return it."""
+        """Wait for a turn's end, as one of its readers, and return it."""
         events = self._services.journals.find(session_id, turn_id)
         if events is not None:
-            await events.wait_closed()
+            await events.read_to_end()
         return await self.get(tenant, session_id, turn_id)
 
     async def events(self, tenant: str | None, session_id: str, turn_id: str) -> TurnEvents:
@@ -321,12 +334,21 @@ class TurnService:
         """Cancel every turn that waits in a session."""
         self._queue.cancel_all(session_id)
 
-    def cancel_when_unread(self, turn_id: str) -> None:
-        """Cancel this turn as soon as its last reader is gone."""
+    def cancel_when_unread(self, session_id: str, turn_id: str) -> None:
+        """Cancel this turn, be it waiting or running, as soon as its last reader is gone."""
+        events = self._services.journals.find(session_id, turn_id)
+        if events is not None:
+            events.on_readers_gone = lambda: self._chore(self._stop_unread(session_id, turn_id))
+
+    async def _stop_unread(self, session_id: str, turn_id: str) -> None:
+        while (waiting := self._queue.find(session_id, turn_id)) is not None:
+            if not waiting.is_beginning:
+                self._queue.cancel(waiting)
+                return
+            await asyncio.sleep(BEGIN_POLL_S)
         active = self._active.get(turn_id)
         if active is not None:
-            run = active.run
-            run.events.on_readers_gone = lambda: self._chore(run.request_stop(CANCEL))
+            await active.run.request_stop(CANCEL)
 
     # Restarts -----------------------------------------------------------------------------
 

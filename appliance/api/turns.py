@@ -52,16 +52,13 @@ async def create_turn(
         received_s=request.scope[RECEIVED_S],
     )
     turn_id = await context.turns.start(ask)
-    must_cancel = await _cancels_on_disconnect(context, caller, session_id)
+    if await _cancels_on_disconnect(context, caller, session_id):
+        context.turns.cancel_when_unread(session_id, turn_id)
     if body.stream:
-        if must_cancel:
-            context.turns.cancel_when_unread(turn_id)
         return await _stream(context, caller, session_id, turn_id, 0)
     try:
         turn = await or_client_gone(request, context.turns.wait(caller, session_id, turn_id))
     except ClientGone:
-        if must_cancel:
-            await context.turns.cancel(caller, session_id, turn_id)
         return JSONResponse({}, status_code=499)
     return _final_answer(turn)
 

@@ -136,3 +136,32 @@ def test_an_interrupting_turn_stops_the_running_one_and_keeps_its_text(app: Runn
     stopped = app.get(f"/v1/sessions/{session_id}/turns/{first}").json()
     assert stopped["status"] == "cancelled" and stopped["committed_tokens"] > 0
     assert texts(app, session_id) == ["one", "stop that"]
+
+
+def test_an_interrupt_that_expects_another_revision_is_refused_and_stops_nobody(
+    app: RunningApp,
+) -> None:
+    app.engine.pause()
+    session_id = app.session(on_conflict="interrupt")
+    first = start(app, session_id, "one")
+    path = f"/v1/sessions/{session_id}/turns"
+    reply = app.post(path, {"input": "two", "expect_revision": 7})
+    assert app.error(reply)[:2] == (409, "revision_conflict")
+    assert (reply.json()["error"]["expected"], reply.json()["error"]["actual"]) == (7, 0)
+    app.engine.resume()
+    assert follow(app, session_id, first)[-1]["type"] == "turn.completed"
+    assert texts(app, session_id) == ["one"]
+
+
+def test_an_interrupt_that_expects_the_right_revision_runs_behind_what_it_stopped(
+    app: RunningApp,
+) -> None:
+    app.engine.script = says("word " * 400)
+    app.engine.tokens_per_s = 100
+    session_id = app.session(on_conflict="interrupt")
+    first = start(app, session_id, "one")
+    app.engine.script = says("Sure.")
+    turn = app.turn(session_id, "two", expect_revision=0)
+    assert (turn["status"], turn["revision"]) == ("completed", 2)
+    assert follow(app, session_id, first)[-1]["type"] == "turn.cancelled"
+    assert texts(app, session_id) == ["one", "two"]
