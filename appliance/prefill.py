@@ -22,6 +22,7 @@ from sessions.session import Session
 
 logger = logging.getLogger(__name__)
 
+MAX_PRIORITY = (1 << 31) - 1
 GIVES_WAY = ("session.turn_started", "session.closed", "session.expired")
 
 
@@ -40,7 +41,7 @@ class Prefiller:
             request_id=f"prefill_{uuid.uuid4().hex}",
             token_ids=token_ids,
             sampling=api.SamplingParams(max_new_tokens=1, temperature=0.0),
-            priority=session.settings.priority + (0 if is_urgent else 1),
+            priority=min(session.settings.priority + (0 if is_urgent else 1), MAX_PRIORITY),
             tenant=session.tenant,
             salt=services.salt_of(session.tenant),
         )

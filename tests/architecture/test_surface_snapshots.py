@@ -43,6 +43,7 @@ FIELDS = [
     "engine.load_format",
     "engine.dtype",
     "engine.weights",
+    "engine.device",
     "engine.num_threads",
     "engine.page_size",
     "engine.kv_pool_tokens",
