@@ -2,7 +2,6 @@
 // Pages on their way between tiers: written through as they fill, loaded before an admission,
 // moved by request of the owner. A request that waits for pages stays Waiting: tickets are not its.
 #include <algorithm>
-#include <ranges>
 #include <stdexcept>
 
 #include "schedule/scheduler.h"
@@ -25,7 +24,8 @@ bool Scheduler::write_through(const Node& end, std::int32_t from_tokens) {
   for (const Node* at = &end; !at->is_root() && at->end() > from_tokens; at = at->parent) {
     path.push_back(at);
   }
-  for (const Node* node : std::views::reverse(path)) {
+  std::ranges::reverse(path);  // parents first
+  for (const Node* node : path) {
     const std::int32_t skipped = std::max(0, from_tokens - node->start) / config_.page_size;
     for (auto i = static_cast<std::size_t>(skipped); i < node->hashes.size(); ++i) {
       const Node* parent = node->parent;
@@ -275,9 +275,9 @@ std::int32_t Scheduler::move(TokenSpan tokens, MoveTarget target, const std::str
   // Named from the start; from its end on, until somebody else's continuation.
   const auto num_full = static_cast<std::int32_t>(tokens.size()) / config_.page_size;
   if (num_full > 0) page_hash(names, tokens, num_full - 1);
-  for (const PageHash& at : std::views::reverse(names.pages)) {
-    num_pages += tiers_.is_in_l2(at) || tiers_.is_in_l3(at) ? 1 : 0;
-    if (!tiers_.drop(at)) break;
+  for (auto at = names.pages.rbegin(); at != names.pages.rend(); ++at) {
+    num_pages += tiers_.is_in_l2(*at) || tiers_.is_in_l3(*at) ? 1 : 0;
+    if (!tiers_.drop(*at)) break;
   }
   return num_pages;
 }
