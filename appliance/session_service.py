@@ -27,6 +27,7 @@ from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_history import check_fits, release_kv
 from appliance.session_settings import changed_settings, new_settings, refuse_unsupported
 from appliance.session_views import page_wire
+from appliance.text_limits import check_can_fit, num_chars, off_loop
 from appliance.turns import TurnService
 from sessions.errors import SessionNotFound
 from sessions.history import fork, replace_history
@@ -59,8 +60,13 @@ class SessionService:
         await services.check_quota(owner, new_sessions=1)
         if body.parent_session_id is not None:
             await services.store.get(body.parent_session_id, tenant=tenant)
+        chars = num_chars([body.instructions, body.initial_items])
+        limit = services.max_context_len
+        max_token_bytes = services.assets.tokenizer.max_token_bytes
+        check_can_fit(chars, limit, max_token_bytes, "initial_items")
         items = parse_items(body.initial_items or [], path="initial_items")
-        records = services.first_records(Head(body.instructions, toolset), items)
+        head = Head(body.instructions, toolset)
+        records = await off_loop(chars, lambda: services.first_records(head, items))
         session = new_session(
             model=services.model_name,
             now_ms=services.clock_ms(),
@@ -160,7 +166,10 @@ class SessionService:
             await services.check_quota(session.tenant)
             session = await services.adopt_model(session)
             log = await services.store.read_log(session)
-            record = self._items_record(session, log, body)
+            chars = num_chars(body.items)
+            room = services.context_limit(session) - session.num_tokens
+            check_can_fit(chars, room, services.assets.tokenizer.max_token_bytes, "items")
+            record = await off_loop(chars, lambda: self._items_record(session, log, body))
             appended = session.append_items(record, services.clock_ms())
             check_fits(appended, services.context_limit(session), "items")
             return await services.store.append_record(appended, record), record

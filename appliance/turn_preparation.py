@@ -14,6 +14,7 @@ from appliance.cache_report import expected_reuse
 from appliance.errors import ApiError
 from appliance.grammars import GrammarQuestion
 from appliance.services import Services
+from appliance.text_limits import check_can_fit, num_chars
 from appliance.turn_events import TurnEvents
 from appliance.turn_params import TurnParams, turn_params
 from appliance.turn_run import TurnRun
@@ -35,6 +36,11 @@ class Ask:
     body_hash: str = ""
     received_s: float = field(default_factory=time.monotonic)
 
+    @property
+    def num_chars(self) -> int:
+        """How much text there is to tokenise."""
+        return num_chars(self.body.input)
+
 
 def prepare_turn(
     services: Services,
@@ -50,13 +56,15 @@ def prepare_turn(
     Raises: the errors of the session room and of tools_schema; ApiError.
     """
     body = ask.body
+    limit = services.context_limit(session)
+    max_token_bytes = services.assets.tokenizer.max_token_bytes
+    check_can_fit(ask.num_chars, limit - session.num_tokens, max_token_bytes, "input")
     items = session.prepare_input(parse_items(body.input), auto_close_calls=body.auto_close_calls)
     head = services.head_of(session)
     rendered = services.renderer.render_turn(services.end_of(session, log, items), items, head)
     prompt_len = session.num_tokens + count(rendered.token_ids)
     if not prompt_len:
         raise ApiError("invalid_value", "input: there is nothing to answer", "input")
-    limit = services.context_limit(session)
     if prompt_len >= limit:
         raise ApiError(
             "context_length_exceeded",

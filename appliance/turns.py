@@ -19,6 +19,7 @@ from appliance import turn_view
 from appliance.errors import ApiError, as_api_error
 from appliance.grammars import GrammarQuestion
 from appliance.services import Services
+from appliance.text_limits import off_loop
 from appliance.turn_ending import MAX_RACES, TurnEnding
 from appliance.turn_events import TurnEvents, decode_frame
 from appliance.turn_preparation import Ask, build_run, prepare_turn
@@ -34,7 +35,7 @@ from sessions.errors import (
     VersionConflict,
 )
 from sessions.session import Session
-from sessions.turn_log import PendingTurn, Record
+from sessions.turn_log import PendingTurn, Record, TurnLog
 from tools_schema.errors import ToolSchemaError
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class TurnService:
         session = await self._services.adopt_model(session)
         log = await self._services.store.read_log(session)
         turn_id = waiting.turn_id if waiting is not None else None
-        pending = prepare_turn(self._services, session, log, ask, now_ms, turn_id=turn_id)
+        pending = await self._prepare(session, log, ask, now_ms, turn_id)
         claimed = session.begin_turn(pending, now_ms, expect_revision=ask.body.expect_revision)
         journals = self._services.journals
         events = waiting.events if waiting is not None else journals.create(session.id, pending.id)
@@ -130,6 +131,16 @@ class TurnService:
         self._launch(run, ask.received_s)
         return claim.turn_id
 
+    async def _prepare(
+        self, session: Session, log: TurnLog, ask: Ask, now_ms: int, turn_id: str | None
+    ) -> PendingTurn:
+        """Check and render a turn; a long one in a thread, so that nobody else waits for it."""
+        services = self._services
+        return await off_loop(
+            ask.num_chars,
+            lambda: prepare_turn(services, session, log, ask, now_ms, turn_id=turn_id),
+        )
+
     async def _resolve_conflict(self, ask: Ask, busy: TurnInProgress) -> str | Ask:
         """Do as the session says while another turn runs: refuse, wait in line, or stop it.
 
@@ -143,7 +154,7 @@ class TurnService:
             raise busy
         log = await services.store.read_log(session)
         now_ms = services.clock_ms()
-        pending = prepare_turn(services, session, log, ask, now_ms)
+        pending = await self._prepare(session, log, ask, now_ms, None)
         if policy == "queue":
             events = services.journals.create(session.id, pending.id)
             self._queue.add(WaitingTurn(ask, pending, events))

@@ -30,6 +30,7 @@ from appliance.api.wire import UNSUPPORTED_COMPLETIONS, CompletionRequest, refus
 from appliance.errors import ApiError, as_api_error, error_body
 from appliance.generation import Generation, Step
 from appliance.services import DEFAULT_TENANT, Services
+from appliance.text_limits import check_can_fit
 from appliance.turn_params import stop_list
 from engine import api
 from sessions.token_codec import decode_ids, encode_ids
@@ -82,6 +83,8 @@ async def completions(
 def prompt_ids(prompt: Any, services: Services) -> bytes:
     """Return the prompt as ids. Raises: ApiError for several prompts, or ids out of range."""
     if isinstance(prompt, str):
+        max_token_bytes = services.assets.tokenizer.max_token_bytes
+        check_can_fit(len(prompt), services.max_context_len, max_token_bytes, "prompt")
         ids = services.renderer.encode_prompt(prompt)
         if not ids:
             raise ApiError("invalid_value", "prompt: must not be empty", "prompt")

@@ -17,6 +17,7 @@ from appliance.generation import Generation
 from appliance.grammars import GrammarQuestion, spec_of
 from appliance.recall import Recalled, chain_keys, next_key, root_key
 from appliance.services import Services
+from appliance.text_limits import check_can_fit, num_chars
 from engine.text.errors import TemplateRenderError
 from tools_schema.structural_tag import GrammarPlan, ResponseFormat
 from tools_schema.tool_choice import ToolChoice
@@ -96,14 +97,22 @@ def grammar_fallbacks(plan: GrammarPlan) -> dict[str, Any]:
 
 
 def render_conversation(
-    services: Services, messages: Sequence[ChatMessage], toolset: ToolSet, tenant: str
+    services: Services,
+    messages: Sequence[ChatMessage],
+    toolset: ToolSet,
+    tenant: str,
+    *,
+    param: str = "messages",
 ) -> Conversation:
     """Render a conversation; answers of this server in it keep the ids they were sampled as.
 
     Neighbouring system messages become one. A template that refuses one in mid-list gets it as a
     user's message: an agent's reminder is better read there than not at all.
-    Raises: TemplateRenderError where the template refuses the rest as well.
+    Raises: TemplateRenderError where the template refuses the rest as well; ApiError naming
+        `param` where so much text can never fit.
     """
+    chars, room = num_chars([dict(message) for message in messages]), services.max_context_len
+    check_can_fit(chars, room, services.assets.tokenizer.max_token_bytes, param)
     merged = _merged(messages, SYSTEM_ROLES)
     keys = chain_keys(root_key(tenant, toolset.content_hash), merged)
     prompt = _continued(services, merged, keys) or _rendered(services, merged, toolset)

@@ -18,6 +18,8 @@ from tokenizers import Tokenizer as BpeTokenizer
 from engine.text.byte_alphabet import CHAR_OF_BYTE, bytes_of_spelling
 from engine.text.errors import TokenizerError
 
+LONG_TEXT_CHARS = 1 << 14
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddedToken:
@@ -55,6 +57,7 @@ class Tokenizer:
         self.control_ids = frozenset(t.token_id for t in added if not t.is_markup)
         self.markup_ids = frozenset(t.token_id for t in added if t.is_markup)
         self._bytes = _spell_vocabulary(plain.get_vocab(), added, vocab_size)
+        self._max_token_bytes = max(map(len, self._bytes), default=1)
         self._added_pattern = pattern_of(self._added)
 
     @property
@@ -68,7 +71,10 @@ class Tokenizer:
         Lone surrogates become U+FFFD, as UTF-8 has no form for them. A byte the vocabulary
         has no token for (see `missing_bytes`) is left out, as the reference tokenizers do.
         """
-        return list(self._plain.encode(_well_formed(text), add_special_tokens=False).ids)
+        whole = _well_formed(text)
+        if len(whole) > LONG_TEXT_CHARS:  # lets other threads run meanwhile; `encode` does not
+            return list(self._plain.encode_batch_fast([whole], add_special_tokens=False)[0].ids)
+        return list(self._plain.encode(whole, add_special_tokens=False).ids)
 
     def encode_prompt(self, text: str) -> list[int]:
         """`encode`, behind the begin-of-text token where the model was trained with one."""
@@ -95,6 +101,11 @@ class Tokenizer:
             if index < len(tokens):
                 ids.append(tokens[index].token_id)
         return ids
+
+    @property
+    def max_token_bytes(self) -> int:
+        """Bytes of the token that stands for most."""
+        return self._max_token_bytes
 
     def token_id(self, text: str) -> int | None:
         """The id of an added token by its text."""
