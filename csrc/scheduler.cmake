@@ -52,6 +52,7 @@ if(MOORAGE_BUILD_TESTS)
 
   set(test_dir "${CMAKE_CURRENT_SOURCE_DIR}/../tests/csrc")
   add_executable(scheduler_tests
+    "${test_dir}/lower_tiers_test.cpp"
     "${test_dir}/page_pool_test.cpp"
     "${test_dir}/radix_tree_test.cpp"
     "${test_dir}/scheduler_test.cpp"
