@@ -24,6 +24,7 @@ from appliance.api.dialect import (
     new_request_id,
     usage_of,
 )
+from appliance.api.identity import session_headers
 from appliance.api.sse import DONE_FRAME, data_frame, event_stream
 from appliance.api.stateless import Ask, grammar_fallbacks, prepare, render_conversation
 from appliance.api.wire import UNSUPPORTED_CHAT, ChatRequest, refuse_unsupported
@@ -48,10 +49,11 @@ async def chat_completions(
     log_unknown_once(body)
     context.services.check_model(body.model)
     chat = await _prepare(context, body, caller or DEFAULT_TENANT)
+    headers = session_headers(request, body)
     if body.stream:
-        return event_stream(chat.frames(), context.services.config.server.heartbeat_s)
+        return event_stream(chat.frames(), context.services.config.server.heartbeat_s, headers)
     try:
-        return JSONResponse(await or_client_gone(request, chat.answer()))
+        return JSONResponse(await or_client_gone(request, chat.answer()), headers=headers)
     except ClientGone:
         return JSONResponse({}, status_code=499)
 

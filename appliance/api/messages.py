@@ -19,6 +19,7 @@ from fastapi.responses import JSONResponse
 
 from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
 from appliance.api.dialect import log_ignored_once, log_unknown_once
+from appliance.api.identity import session_headers
 from appliance.api.message_blocks import MessageBlocks
 from appliance.api.messages_input import chat_messages_of
 from appliance.api.sse import event_stream, named_frame
@@ -62,11 +63,12 @@ async def messages(
     log_unknown_once(body)
     context.services.check_model(body.model)
     answer = await _prepare(context, body, caller or DEFAULT_TENANT)
+    headers = session_headers(request, body)
     if body.stream:
         heartbeat_s = context.services.config.server.heartbeat_s
-        return event_stream(answer.frames(), heartbeat_s, pings=True)
+        return event_stream(answer.frames(), heartbeat_s, headers, pings=True)
     try:
-        return JSONResponse(await or_client_gone(request, answer.whole()))
+        return JSONResponse(await or_client_gone(request, answer.whole()), headers=headers)
     except ClientGone:
         return JSONResponse({}, status_code=499)
 
@@ -94,6 +96,10 @@ async def _prepare(context: ApiContext, body: MessagesRequest, tenant: str) -> _
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services
     conversation, toolset = _rendered(services, body, tenant)
+    if body.messages[-1]["role"] == "assistant":
+        where = f"messages[{len(body.messages) - 1}].role"
+        message = f"{where}: the start of an answer cannot be given; the last is a user's message"
+        raise ApiError("unsupported_parameter", message, where)
     ask = Ask(
         request_id=f"msg_{secrets.token_hex(12)}",
         tenant=tenant,

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 
 from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
 from appliance.api.dialect import log_ignored_once, log_unknown_once
+from appliance.api.identity import session_headers
 from appliance.api.response_answer import ResponseAnswer
 from appliance.api.responses_input import chat_messages_of
 from appliance.api.sse import event_stream
@@ -41,10 +42,11 @@ async def create_response(
     log_unknown_once(body)
     context.services.check_model(body.model)
     answer = await _prepare(context, body, caller or DEFAULT_TENANT)
+    headers = session_headers(request, body)
     if body.stream:
-        return event_stream(answer.frames(), context.services.config.server.heartbeat_s)
+        return event_stream(answer.frames(), context.services.config.server.heartbeat_s, headers)
     try:
-        return JSONResponse(await or_client_gone(request, answer.whole()))
+        return JSONResponse(await or_client_gone(request, answer.whole()), headers=headers)
     except ClientGone:
         return JSONResponse({}, status_code=499)
 
@@ -99,7 +101,9 @@ async def _prepare(context: ApiContext, body: ResponsesRequest, tenant: str) -> 
     ask = Ask(
         request_id=f"resp_{secrets.token_hex(16)}",
         tenant=tenant,
-        conversation=render_conversation(services, [*head, *messages], toolset, tenant),
+        conversation=render_conversation(
+            services, [*head, *messages], toolset, tenant, param="input"
+        ),
         toolset=toolset,
         choice=parse_tool_choice(
             body.tool_choice, toolset, body.parallel_tool_calls, dialect="responses"

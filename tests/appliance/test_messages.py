@@ -257,6 +257,7 @@ def test_a_schema_of_the_output_is_honoured(app: RunningApp, client: Any) -> Non
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "rm"}}, "tool_choice.name"),
         ({"tools": [{"name": "ls", "input_schema": {"type": 5}}]}, "tools[0].input_schema.type"),
         ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": [*USER, {"role": "assistant", "content": "I"}]}, "messages[1].role"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_in_anthropic_s_envelope(

@@ -113,6 +113,35 @@ def test_a_cut_answer_is_rendered_as_the_client_sends_it(app: RunningApp) -> Non
     assert f"{message['content']}<|im_end|>\n<|im_start|>user\ngo on" in prompt_text(app)
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+@pytest.mark.parametrize(
+    ("headers", "fields", "name"),
+    [
+        ({"session-id": "s1"}, {"prompt_cache_key": "k"}, "s1"),
+        ({"x-claude-code-session-id": "s2"}, {}, "s2"),
+        ({}, {"prompt_cache_key": "k"}, "k"),
+        ({}, {"prompt_cache_key": "two\r\nlines"}, None),
+        ({}, {}, None),
+    ],
+)
+def test_the_name_a_client_gives_its_conversation_is_said_back(
+    app: RunningApp, path: str, headers: Json, fields: Json, name: str | None
+) -> None:
+    user = [{"role": "user", "content": "Hi"}]
+    body: Json = {"model": "default", "max_tokens": 9, "messages": user, "input": "Hi", **fields}
+    for stream in (False, True):
+        reply = app.post(f"/v1/{path}", {**body, "stream": stream}, headers=headers)
+        assert (reply.status_code, reply.headers.get("x-session-id")) == (200, name)
+
+
+def test_a_session_in_the_user_s_id_is_a_name_too(app: RunningApp) -> None:
+    user = [{"role": "user", "content": "Hi"}]
+    body: Json = {"model": "default", "max_tokens": 9, "messages": user}
+    for user_id, name in (('{"session_id":"u1"}', "u1"), ("{", None), ("someone", None)):
+        reply = app.post("/v1/messages", {**body, "metadata": {"user_id": user_id}})
+        assert reply.headers.get("x-session-id") == name
+
+
 def test_another_tenant_has_another_tree() -> None:
     message = {"role": "user", "content": "x"}
     assert next_key(root_key("a", ""), message) != next_key(root_key("b", ""), message)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which conversation an agent says a request belongs to, and the header that says it back.
+
+A name for logs and affinity only: side requests (titles, sub-agents) share it, so it decides no
+prefix. Does not know: any dialect's body beyond the fields that carry a name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+SESSION_HEADER = "X-Session-Id"
+HEADERS = (
+    "x-session-id",
+    "x-session-affinity",
+    "x-affinity",
+    "session-id",
+    "x-claude-code-session-id",
+    "x-litellm-session-id",
+)
+_NAME = re.compile(r"[\x21-\x7e]{1,128}\Z")
+
+
+def session_headers(request: Request, body: BaseModel) -> dict[str, str]:
+    """Return the response header with the name; none where the client gave no usable one."""
+    extra = body.model_extra or {}
+    found = [request.headers.get(name) for name in HEADERS]
+    for name in (*found, extra.get("prompt_cache_key"), _user_session(extra.get("metadata"))):
+        if isinstance(name, str) and _NAME.match(name):
+            return {SESSION_HEADER: name}
+    return {}
+
+
+def _user_session(metadata: Any) -> Any:
+    """`metadata.user_id` may be JSON with a `session_id`."""
+    user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if not isinstance(user_id, str) or not user_id.startswith("{"):
+        return None
+    try:
+        user = json.loads(user_id)
+    except ValueError:
+        return None
+    return user.get("session_id") if isinstance(user, dict) else None
