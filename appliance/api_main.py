@@ -7,6 +7,7 @@ Does not know: who restarts it.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import socket
 import sys
@@ -15,9 +16,10 @@ from pathlib import Path
 import uvicorn
 
 from appliance import logs
+from appliance.api.context import ApiContext
 from appliance.app import create_app
 from appliance.config import read_resolved
-from appliance.services import Services, build_services
+from appliance.services import build_services
 from engine.errors import EngineError
 from sessions.errors import SessionError
 
@@ -27,13 +29,19 @@ logger = logging.getLogger(__name__)
 class _Server(uvicorn.Server):
     """Ends the streams that would never end by themselves before it waits for the others."""
 
-    def __init__(self, config: uvicorn.Config, services: Services) -> None:
+    def __init__(self, config: uvicorn.Config, context: ApiContext) -> None:
         super().__init__(config)
-        self._services = services
+        self._context = context
+        self._services = context.services
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Readers and turns have the same time to end in, not one after the other."""
         self._services.hub.close()
+        draining = asyncio.create_task(
+            self._context.turns.drain(self._services.config.server.drain_s)
+        )
         await super().shutdown(sockets)
+        await draining
 
 
 def main() -> int:
@@ -49,9 +57,10 @@ def main() -> int:
     except (EngineError, SessionError, OSError) as error:
         logger.error("%s", error)
         return 1
+    app = create_app(services)
     server = _Server(
         uvicorn.Config(
-            create_app(services),
+            app,
             loop="uvloop",
             http="httptools",
             ws="none",
@@ -62,7 +71,7 @@ def main() -> int:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, int(config.server.drain_s)),
         ),
-        services,
+        app.state.context,
     )
     listener = socket.socket(fileno=arguments.fd)
     listener.setblocking(False)

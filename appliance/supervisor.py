@@ -31,6 +31,7 @@ LISTEN_BACKLOG = 1024
 POLL_S = 0.1
 EXIT_REFUSED = 1  # configuration or model is wrong
 KILL_AFTER_S = 5.0
+UNREAD_DRAIN_S = 1.0
 STATE_FILE = "state.json"
 CONFIG_FILE = "config.json"
 ENGINE_CONFIG_FILE = "engine.json"
@@ -224,20 +225,25 @@ class Supervisor:
         """Drain: no new connections, the API process finishes its turns, then the engine ends."""
         if self._listener is not None:
             self._listener.close()
-        drain_s = self.config.server.drain_s
-        for child, patience_s in zip(
-            reversed(self._children), (drain_s + KILL_AFTER_S, KILL_AFTER_S), strict=False
-        ):
-            process = child.process
-            if process is None:
-                continue
-            process.terminate()
-            try:
-                process.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                logger.warning("%s process did not stop in %.0f s; killed", child.name, patience_s)
-                process.kill()
-                process.wait()
+        # Once the API process is gone nobody reads what the engine samples: it drains no longer.
+        drains_s = (self.config.server.drain_s, min(self.config.engine.drain_s, UNREAD_DRAIN_S))
+        for child, drain_s in zip(reversed(self._children), drains_s, strict=False):
+            if child.process is not None:
+                _stop(child.name, child.process, drain_s)
+
+
+def _stop(name: str, process: subprocess.Popen[bytes], drain_s: float) -> None:
+    """Ask a process to end, ask again once it has drained long enough, then kill it."""
+    for patience_s in (drain_s, KILL_AFTER_S):
+        process.terminate()
+        try:
+            process.wait(patience_s)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    logger.warning("%s process did not stop in %.0f s; killed", name, drain_s + KILL_AFTER_S)
+    process.kill()
+    process.wait()
 
 
 def read_admin_key(run_dir: Path) -> str:

@@ -28,6 +28,13 @@ if {dies}: sys.exit({dies})
 signal.signal(signal.SIGTERM, lambda *a: sys.exit(0))
 while True: time.sleep(0.05)
 """
+STUBBORN_ENGINE = """
+import pathlib, signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *a: asked.append(1))
+while len(asked) < 2: time.sleep(0.02)
+pathlib.Path(__file__).with_name("ended").write_text("by itself")
+"""
 API_CHILD = """
 import http.server, socket, sys
 fd = int(sys.argv[sys.argv.index("--fd") + 1])
@@ -68,9 +75,9 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> object
 
 
 class Running:
-    def __init__(self, folder: Path, dies: int = 0) -> None:
+    def __init__(self, folder: Path, dies: int = 0, engine: str = "") -> None:
         self.folder = folder
-        (folder / "fake_engine.py").write_text(ENGINE_CHILD.format(dies=dies))
+        (folder / "fake_engine.py").write_text(engine or ENGINE_CHILD.format(dies=dies))
         (folder / "fake_api.py").write_text(API_CHILD)
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
         self.process = subprocess.Popen(
@@ -121,6 +128,14 @@ def test_it_says_ready_once_writes_its_state_and_stops_clean(folder: Path) -> No
     assert out.count("moorage ready in") == 1 and str(state["url"]) in out
     assert not any(is_alive(pid) for pid in pids.values())
     assert read_state(folder / "run") is None
+
+
+def test_an_engine_that_still_drains_for_nobody_is_asked_again_and_not_killed(folder: Path) -> None:
+    running = Running(folder, engine=STUBBORN_ENGINE)
+    running.wait_ready()
+    status, _, err = running.stop()
+    assert status == 0 and "killed" not in err
+    assert (folder / "ended").read_text() == "by itself"
 
 
 def test_a_killed_child_is_started_again_and_no_connection_is_refused(folder: Path) -> None:
