@@ -34,7 +34,7 @@ from appliance.api.wire import as_body_error
 from appliance.cli_options import VERSION
 from appliance.errors import ApiError, as_api_error, error_body_for, error_headers
 from appliance.leases import LeaseService
-from appliance.middleware import RequestFrame
+from appliance.middleware import BodyRefused, RequestFrame
 from appliance.prefill import Prefiller
 from appliance.services import Services
 from appliance.session_history import SessionHistory
@@ -92,7 +92,7 @@ def create_app(services: Services) -> FastAPI:
             allow_origins=list(server.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Turn-Id"],
+            expose_headers=["X-Request-Id", "X-Turn-Id", "X-Session-Id"],
         )
     app.add_middleware(
         RequestFrame, metrics=services.metrics, max_body_bytes=server.max_body_mb << 20
@@ -162,9 +162,13 @@ def _add_error_answers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        if isinstance(error, BodyRefused):
+            return _answer(request, ApiError(error.code, message))
+        if isinstance(error.__cause__, RecursionError):
+            return _answer(request, ApiError("invalid_json", "the body is nested too deep"))
         known = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
         code = known.get(error.status_code, "invalid_request")
-        message = f"{request.method} {request.url.path}: {error.detail}"
         return _answer(request, ApiError(code, message))
 
     for kind in (ApiError, SessionError, EngineError, ToolSchemaError):
