@@ -84,12 +84,13 @@ class SessionService:
 
     async def get(self, tenant: str | None, session_id: str) -> dict[str, Any]:
         session = await self._services.store.get(session_id, tenant=tenant)
-        return turn_view.session_wire(session)
+        return turn_view.session_wire(session, self._services.clock_ms())
 
     async def list(self, query: ListQuery) -> dict[str, Any]:
         """Return one page, newest first."""
         page = await self._services.store.list_sessions(query)
-        data = [turn_view.session_wire(session) for session in page.sessions]
+        now_ms = self._services.clock_ms()
+        data = [turn_view.session_wire(session, now_ms) for session in page.sessions]
         return page_wire(data, page.has_more)
 
     async def update(

@@ -117,13 +117,13 @@ def last_turn_cache(record: Record) -> dict[str, Any]:
     return view
 
 
-def session_wire(session: Session) -> dict[str, Any]:
-    """Return a session resource."""
+def session_wire(session: Session, now_ms: int | None = None) -> dict[str, Any]:
+    """Return a session resource, as of `now_ms` where its time may be over by now."""
     settings = session.settings
     return {
         "id": session.id,
         "object": "session",
-        "status": session.status,
+        "status": session.status if now_ms is None else session.status_at(now_ms),
         "revision": session.revision,
         "model": session.model,
         "instructions": settings.instructions,

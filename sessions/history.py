@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Final
 
 from sessions.calls import open_calls_of
-from sessions.errors import SessionExpired, SettingError
+from sessions.errors import SettingError
 from sessions.ids import new_id
 from sessions.leases import clipped
-from sessions.session import EXPIRED, Session, UsageTotals, rest_status, validate_metadata
+from sessions.session import Session, UsageTotals, rest_status, validate_metadata
 from sessions.turn_log import TURN, Cut, LogSpan, Record, TurnLog
 
 MAX_FORKS: Final = 32
@@ -38,8 +38,7 @@ def fork(
     """
     if not 1 <= n <= MAX_FORKS:
         raise SettingError(f"n: expected 1 to {MAX_FORKS}, got {n}", param="n")
-    if session.status == EXPIRED:
-        raise SessionExpired(session.id)
+    session.check_alive(now_ms)
     merged = {**session.metadata, **(metadata or {})}
     validate_metadata(merged)
     cut = log.cut(at)

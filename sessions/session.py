@@ -190,12 +190,23 @@ class Session:
 
     def check_ready(self, now_ms: int, *, expect_revision: int | None = None) -> None:
         """Raise unless the history may grow now and is where the client expects it."""
-        if self.status == EXPIRED or now_ms >= self.expires_at_ms:
+        if now_ms >= self.expires_at_ms:
             raise SessionExpired(self.id)
+        self.check_alive(now_ms)
         if self.current_turn is not None:
             raise TurnInProgress(self.current_turn)
         if expect_revision is not None and expect_revision != self.revision:
             raise RevisionConflict(expect_revision, self.revision)
+
+    def check_alive(self, now_ms: int) -> None:
+        """Raise `SessionExpired` once its time is over, whether or not a sweep has come by."""
+        if self.status_at(now_ms) == EXPIRED:
+            raise SessionExpired(self.id)
+
+    def status_at(self, now_ms: int) -> str:
+        """Return its status as of now; a running turn keeps it alive."""
+        is_over = self.current_turn is None and now_ms >= self.expires_at_ms
+        return EXPIRED if is_over else self.status
 
     # -- life
 
@@ -210,8 +221,7 @@ class Session:
 
         Raises `SettingError`; `TurnInProgress` for a setting that rewrites the head.
         """
-        if self.status == EXPIRED:
-            raise SessionExpired(self.id)
+        self.check_alive(now_ms)
         changes = dict(settings or {})
         if self.current_turn is not None and any(name in HEAD_SETTINGS for name in changes):
             raise TurnInProgress(self.current_turn)
@@ -224,8 +234,7 @@ class Session:
 
     def add_lease(self, lease: Lease, now_ms: int) -> Session:
         """Hold a lease; those past their deadline go. Raises `SessionExpired`."""
-        if self.status == EXPIRED:
-            raise SessionExpired(self.id)
+        self.check_alive(now_ms)
         touched = self.touched(now_ms)
         return replace(touched, leases=(*touched.leases, lease))
 
@@ -243,8 +252,7 @@ class Session:
 
     def resume(self, now_ms: int) -> Session:
         """Back from suspension; anything else stays as it is. Raises `SessionExpired`."""
-        if self.status == EXPIRED:
-            raise SessionExpired(self.id)
+        self.check_alive(now_ms)
         if self.status != SUSPENDED:
             return self
         return self.touched(now_ms, status=rest_status(self.open_calls))

@@ -196,3 +196,21 @@ def test_a_session_past_its_time_is_410(app: RunningApp) -> None:
     session_id = app.session(expires_after="1ms")
     reply = app.post(f"/v1/sessions/{session_id}/turns", {"input": "x"})
     assert app.error(reply)[:2] == (410, "session_expired")
+
+
+def test_a_session_past_its_time_is_expired_before_any_sweep(app: RunningApp) -> None:
+    session_id = app.session(expires_after="1ms")
+    path = f"/v1/sessions/{session_id}"
+    assert app.get(path).json()["status"] == "expired"
+    listed = app.get("/v1/sessions").json()["data"]
+    assert next(s for s in listed if s["id"] == session_id)["status"] == "expired"
+    asks: list[tuple[str, Json]] = [
+        ("", {"priority": 1}),
+        ("/fork", {}),
+        ("/items", {"items": "x"}),
+        ("/rollback", {"to": 0}),
+        ("/turns", {"input": "x"}),
+    ]
+    for end, body in asks:
+        assert app.error(app.post(path + end, body))[:2] == (410, "session_expired"), end
+    assert app.http.delete(path).status_code == 200
