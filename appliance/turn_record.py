@@ -195,11 +195,10 @@ def _new_page_hashes(run: TurnRun, kept: KeptTokens) -> bytes:
 
 def _report(run: TurnRun, kept: KeptTokens) -> dict[str, Any]:
     """What later turns and `explain` want to know of this one."""
-    hello = run.client.hello
     fallbacks = run.plan.fallbacks if run.plan is not None else ()
     return {
         "reusable": _reusable(run, kept),
-        "engine_instance": hello.instance_id if hello is not None else "",
+        "engine_instance": run.engine_instance,
         "expected": run.expected.tokens,
         "miss": run.miss,
         "committed_tokens": count(kept.token_ids),

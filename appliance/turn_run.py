@@ -68,6 +68,7 @@ class TurnRun:
     first_token_s: float = 0.0
     queued_ms: float | None = None
     finished: api.Finished | None = None
+    engine_instance: str = ""  # of the engine that computed what this turn leaves behind
     error: ApiError | None = None
     item_ends: list[int] = field(default_factory=list)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -173,9 +174,10 @@ class TurnRun:
         if self.cache is not None:
             return
         self.cache, self.queued_ms = item.cache, item.queued_ms
-        hello = self.client.hello
-        instance = hello.instance_id if hello is not None else ""
-        self.miss = cache_report.explain_miss(self.expected, item.cache, instance, self.records)
+        self._note_engine()
+        self.miss = cache_report.explain_miss(
+            self.expected, item.cache, self.engine_instance, self.records
+        )
         self.events.emit(
             "turn.cache",
             {
@@ -187,7 +189,12 @@ class TurnRun:
             },
         )
 
+    def _note_engine(self) -> None:
+        hello = self.client.hello
+        self.engine_instance = hello.instance_id if hello is not None else ""
+
     async def _on_tokens(self, item: api.Tokens) -> None:
+        self._note_engine()
         if not self.first_token_s:
             self.first_token_s = time.monotonic()
             self.events.emit("turn.in_progress", {})
@@ -200,6 +207,8 @@ class TurnRun:
 
     def _on_finished(self, item: api.Finished) -> None:
         self.finished = item
+        if not len(self.answer.token_ids):  # what is cached is all that is left of this turn
+            self._note_engine()
         if item.reason is api.FinishReason.ERROR and not self.answer.is_stopped:
             code = known_code(item.error_code)
             self.error = ApiError(code, item.error_message or "the engine failed this turn")

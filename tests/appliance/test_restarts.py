@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from pathlib import Path
 
@@ -119,6 +120,27 @@ def test_the_turn_after_an_engine_crash_says_what_was_recomputed(own_app: Runnin
         assert turn["cache"]["miss"]["reason"] == "engine_restarted"
         assert turn["cache"]["miss"]["missed_tokens"] == known - 1
         assert app.turn(session_id, "three")["cache"]["miss"] is None
+
+
+def test_a_turn_cancelled_while_its_engine_dies_claims_nothing_of_the_next_engine(
+    own_app: RunningApp,
+) -> None:
+    with own_app as app, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        session_id = app.session()
+        path = f"/v1/sessions/{session_id}/turns"
+        with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
+            events = sse_events(reply)
+            turn_id = next(e for e in events if e["type"].endswith("text.delta"))["turn_id"]
+            app.engine.stop()
+            cancelled = pool.submit(httpx.post, f"{app.url}{path}/{turn_id}/cancel", timeout=30)
+            app.engine.pause()
+            app.engine.start()
+            assert list(events)[-1]["type"] == "turn.cancelled"
+        assert cancelled.result().json()["status"] == "cancelled"
+        app.engine.drop_cache()
+        app.engine.resume()
+        turn = app.turn(session_id, "again")
+        assert turn["cache"]["miss"]["reason"] == "engine_restarted"
 
 
 def test_both_processes_lost_after_output_was_seen_fails_the_turn_as_api_restarted(

@@ -97,6 +97,10 @@ class FakeEngine:
         self.stop()
         self.start()
 
+    def drop_cache(self) -> None:
+        """Evict all that is cached."""
+        self._cached.clear()
+
     def pause(self) -> None:
         """Sample no further token until `resume` (other messages are answered)."""
         self._running.clear()
