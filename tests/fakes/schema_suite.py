@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON-Schema-Test-Suite (draft 2020-12) and what we make of it: see tests/data for its licence.
+"""The JSON-Schema-Test-Suite (draft 2020-12; its licence is in tests/data) and our use of it.
 
 `python -m tests.fakes.schema_suite` writes the pinned list of fallbacks anew.
 """
