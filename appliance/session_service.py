@@ -35,6 +35,7 @@ from sessions.items import parse_items
 from sessions.session import Session, items_record, new_session
 from sessions.store import ListQuery
 from sessions.turn_log import PRELUDE, Record, TurnLog
+from tools_schema.tool_choice import parse_tool_choice
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class SessionService:
         services.check_model(body.model)
         refuse_unsupported(body)
         toolset = services.toolset(body.tools or [])
+        parse_tool_choice(body.tool_choice, toolset)
         settings = new_settings(body, services.config.sessions.expires_after_ms)
         owner = tenant or DEFAULT_TENANT
         await services.check_quota(owner, new_sessions=1)
@@ -106,6 +108,8 @@ class SessionService:
             now_ms = services.clock_ms()
             session = old.update(now_ms, settings=changes, metadata=body.metadata)
             head, old_head = services.head_of(session), services.head_of(old)
+            if "tools" in changes or "tool_choice" in changes:
+                parse_tool_choice(session.settings.tool_choice, head.toolset)
             invalidated = 0
             if (head.instructions, head.toolset) != (old_head.instructions, old_head.toolset):
                 invalidated = old.num_tokens

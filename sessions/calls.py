@@ -66,7 +66,7 @@ def close_calls(
     if not blocking or (allow_open_calls and outputs_only):
         return tuple(items)
     if not auto_close_calls:
-        raise UnresolvedToolCalls([call.call_id for call in blocking])
+        raise UnresolvedToolCalls([call.call_id for call in blocking], param=path)
     newer = tuple(call for call in blocking if call not in older)
     return (*map(_interrupted, older), *items, *map(_interrupted, newer))
 

@@ -160,12 +160,12 @@ class VersionConflict(SessionError):
 class UnresolvedToolCalls(SessionError):
     code = "unresolved_tool_calls"
 
-    def __init__(self, call_ids: Sequence[str]) -> None:
+    def __init__(self, call_ids: Sequence[str], *, param: str = "input") -> None:
         ids = tuple(call_ids)
         super().__init__(
             f"tool calls without an output: {', '.join(ids)} (send their function_call_output "
             "items, or auto_close_calls: true)",
-            param="input",
+            param=param,
         )
         self.call_ids = ids
 

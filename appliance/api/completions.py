@@ -54,7 +54,7 @@ async def completions(
     prompt = prompt_ids(body.prompt, services)
     num_logprobs = -1 if body.logprobs is None else body.logprobs
     max_tokens = body.max_tokens or DEFAULT_MAX_TOKENS
-    sampling = sampling_of(body, services, prompt, max_tokens, num_logprobs)
+    sampling = sampling_of(body, services, prompt, max_tokens, num_logprobs, param="prompt")
     engine_request = request_of(
         new_request_id("cmpl"),
         prompt,

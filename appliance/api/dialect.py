@@ -183,6 +183,8 @@ def _chat_message(message: Any, path: str) -> dict[str, Any]:
             f"{path}.role: must be one of {', '.join(ROLES)}; got {role!r}",
             f"{path}.role",
         )
+    if role != "assistant" and "content" not in message:
+        raise ApiError("missing_field", f"{path}.content: required", f"{path}.content")
     shaped: dict[str, Any] = {
         "role": role,
         "content": content_text(message.get("content"), f"{path}.content"),

@@ -63,8 +63,12 @@ async def detokenize(body: DetokenizeRequest, context: Context, caller: Caller) 
     log_unknown_once(body)
     try:
         text = context.services.assets.tokenizer.decode(body.tokens, with_control=True)
-    except IndexError as error:
-        raise ApiError("invalid_value", f"tokens: {error}", "tokens") from None
+    except IndexError:
+        size = context.services.assets.tokenizer.vocab_size
+        index = next(i for i, token_id in enumerate(body.tokens) if not 0 <= token_id < size)
+        where = f"tokens[{index}]"
+        message = f"{where}: {body.tokens[index]} is no token id; allowed: 0 to {size - 1}"
+        raise ApiError("invalid_value", message, where) from None
     return {"prompt": text}
 
 

@@ -349,8 +349,12 @@ def field_path(loc: Sequence[int | str]) -> str:
 
 
 def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Prefer an unknown field (a typo explains what is missing), else the first finding."""
+    """Prefer an unknown field (a typo explains what is missing), else the first field's finding:
+    of the arms of a union, the one of the right type.
+    """
     for error in errors:
         if error["type"] == "extra_forbidden":
             return error
-    return errors[0]
+    path = field_path(errors[0]["loc"])
+    of_type = (e for e in errors if str(e["type"]).startswith(_VALUE_ERRORS))
+    return next((e for e in of_type if field_path(e["loc"]) == path), errors[0])

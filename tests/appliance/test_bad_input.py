@@ -156,6 +156,8 @@ def test_unresolved_tool_calls_are_named_and_may_be_closed_on_request(app: Runni
     reply = app.post(f"/v1/sessions/{session_id}/turns", {"input": "never mind"})
     assert app.error(reply) == (422, "unresolved_tool_calls", "input")
     assert reply.json()["error"]["call_ids"] == [call_id]
+    reply = app.post(f"/v1/sessions/{session_id}/items", {"items": "never mind"})
+    assert app.error(reply) == (422, "unresolved_tool_calls", "items")
     turn = app.turn(session_id, "never mind", auto_close_calls=True)
     assert turn["input"][0]["status"] == "interrupted"
     assert turn["input"][0]["call_id"] == call_id
@@ -214,3 +216,42 @@ def test_a_session_past_its_time_is_expired_before_any_sweep(app: RunningApp) ->
     for end, body in asks:
         assert app.error(app.post(path + end, body))[:2] == (410, "session_expired"), end
     assert app.http.delete(path).status_code == 200
+
+
+def test_a_tool_choice_that_no_turn_could_follow_is_refused_when_it_is_set(
+    app: RunningApp,
+) -> None:
+    tool = {"type": "function", "name": "ls", "parameters": {"type": "object", "properties": {}}}
+    for choice, param in (("bogus", "tool_choice"), ({"type": "function", "name": "rm"}, None)):
+        body = {"model": "default", "tools": [tool], "tool_choice": choice}
+        reply = app.post("/v1/sessions", body)
+        assert app.error(reply)[:2] == (400, "invalid_tool_choice")
+        assert app.error(reply)[2] == (param or "tool_choice.name")
+    session_id = app.session(tools=[tool], tool_choice={"type": "function", "name": "ls"})
+    path = f"/v1/sessions/{session_id}"
+    for change in ({"tool_choice": "bogus"}, {"tools": []}):
+        assert app.error(app.post(path, change))[:2] == (400, "invalid_tool_choice")
+    assert app.post(path, {"tool_choice": "auto", "tools": []}).status_code == 200
+
+
+def test_one_stop_string_too_many_is_named_as_such(app: RunningApp) -> None:
+    stops = [f"s{number}" for number in range(17)]
+    reply = app.post(f"/v1/sessions/{app.session()}/turns", {"input": "x", "stop": stops})
+    assert app.error(reply) == (400, "invalid_value", "stop")
+    assert "16" in reply.json()["error"]["message"]
+    reply = app.post(f"/v1/sessions/{app.session()}/turns", {"input": "x", "stop": [1]})
+    assert app.error(reply)[1] == "invalid_type"
+
+
+def test_the_dialects_name_their_own_fields(app: RunningApp) -> None:
+    long = app.post("/v1/completions", {"model": "default", "prompt": "word " * 9000})
+    assert app.error(long) == (400, "context_length_exceeded", "prompt")
+    for role in ("user", "system", "tool"):
+        body = {"model": "default", "messages": [{"role": role}]}
+        reply = app.post("/v1/chat/completions", body)
+        assert app.error(reply) == (400, "missing_field", "messages[0].content")
+    reply = app.post("/detokenize", {"tokens": [1, 49152]})
+    assert app.error(reply) == (400, "invalid_value", "tokens[1]")
+    assert "49151" in reply.json()["error"]["message"]
+    items = app.post(f"/v1/sessions/{app.session()}/items", {"items": []})
+    assert app.error(items) == (400, "invalid_value", "items")
