@@ -68,6 +68,10 @@ class ByteSource:
     def skip(self, num_bytes: int = 1) -> None:
         self._pos += num_bytes
 
+    def rest(self) -> bytes:
+        """All that is there, unread."""
+        return bytes(self._buffer[self._pos :])
+
     def skip_rest(self) -> None:
         """Skip all that is there."""
         self._pos = len(self._buffer)

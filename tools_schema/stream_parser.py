@@ -10,7 +10,7 @@ byte is lost. Whitespace next to a call or to reasoning is the format's layout a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tools_schema.byte_source import END, ByteSource, MarkerSet, Wait
 from tools_schema.call_parsers import parse_call
@@ -53,6 +53,7 @@ class StreamParser:
         self._format = tool_format
         self._toolset = toolset
         self._names = frozenset(choice.names) if choice.kind != "none" else frozenset()
+        self._must_call = choice.is_forced
         self._reasoning_open = reasoning_open
         self._new_call_id = call_id_factory
         self._events: list[Event] = []
@@ -156,13 +157,28 @@ class StreamParser:
         openers = (fmt.open_marker, fmt.call_marker, fmt.also_call_begin)
         thought = fmt.reasoning.begin if fmt.reasoning and fmt.reasoning_anywhere else ""
         markers = MarkerSet((*openers, thought, *self._layout_markers()))
-        while (found := (yield from self._source.until(markers, self._text.write))) is not None:
+        sink = self._text.write
+        while (found := (yield from self._source.until(markers, sink, flushes=False))) is not None:
             self._source.mark(back=len(found))
             marker = found.decode()
             if marker == thought and fmt.reasoning is not None:
                 yield from self._read_thought(fmt.reasoning.end)
             elif marker in openers:
                 yield from self._read_calls(self._reader_behind(marker))
+        self._end_text(openers)
+
+    def _end_text(self, openers: Sequence[str]) -> None:
+        """What was held back at the end: text; or, where a call was due, one cut in its marker."""
+        self._source.mark()
+        held = self._source.rest()
+        self._source.skip_rest()
+        shown = held.decode("utf-8", "replace")
+        is_cut_call = self._cut_short and self._must_call and not self._num_started
+        if held and is_cut_call and any(opener.startswith(shown) for opener in openers):
+            message = "generation ended inside the marker of a call"
+            self._emit(ParseProblem("truncated_call", message, None, shown))
+        else:
+            self._text.write(held)
 
     def _reader_behind(self, marker: str) -> Callable[[], Wait[None]]:
         fmt = self._format

@@ -133,7 +133,16 @@ CALL = '<tool_call>[{"name": "ls", "arguments": {"path": "src"}}]</tool_call>'
 
 
 @pytest.mark.parametrize(
-    "fields", [{"stop": ["}"]}, {"stop": ["src"]}, {"max_output_tokens": 12}], ids=str
+    "fields",
+    [
+        {"stop": ["}"]},
+        {"stop": ["src"]},
+        {"stop": ["call"]},
+        {"max_output_tokens": 1},
+        {"max_output_tokens": 3},
+        {"max_output_tokens": 12},
+    ],
+    ids=str,
 )
 def test_a_turn_that_ends_inside_its_call_commits_none_of_it_and_the_next_one_closes_it(
     app: RunningApp, fields: Json

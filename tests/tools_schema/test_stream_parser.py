@@ -25,6 +25,7 @@ from tests.fakes.tool_samples import (
 from tools_schema.events import ParseProblem, TextDelta, ToolCallArgs, ToolCallEnd, ToolCallStart
 from tools_schema.formats.registry import get_format
 from tools_schema.rendering import CallText, render_calls
+from tools_schema.stream_parser import StreamParser
 from tools_schema.tool_choice import parse_tool_choice
 
 HERMES, SMOL, LLAMA = get_format("hermes"), get_format("smollm2"), get_format("llama")
@@ -107,6 +108,17 @@ def test_a_call_without_arguments_has_an_empty_object() -> None:
 def test_half_a_marker_is_text(marker: str) -> None:
     for reason in ("stop", "length"):
         assert text_of(parse(HERMES, f"see {marker}", reason=reason)) == f"see {marker}"
+
+
+@pytest.mark.parametrize("marker", ["<", "<tool", "<tool_call"])
+def test_half_a_marker_where_a_call_was_due_is_half_a_call(marker: str) -> None:
+    parser = StreamParser(HERMES, TOOLS, parse_tool_choice("required", TOOLS))
+    assert parser.feed(marker.encode()) == []
+    (problem,) = parser.finish("length")
+    assert isinstance(problem, ParseProblem) and problem.code == "truncated_call"
+    # A model that ended its turn there has said so.
+    whole = StreamParser(HERMES, TOOLS, parse_tool_choice("required", TOOLS))
+    assert whole.feed(marker.encode()) + whole.finish("stop") == [TextDelta(marker)]
 
 
 def test_a_held_back_marker_goes_out_once_it_is_none() -> None:
