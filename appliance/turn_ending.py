@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable
 
@@ -15,23 +16,35 @@ from appliance import turn_record, turn_view
 from appliance.errors import ApiError
 from appliance.metrics import Metrics
 from appliance.turn_run import TERMINAL_EVENT, TurnRun
-from sessions.errors import SessionError, StoreUnavailable, VersionConflict
+from sessions.errors import SessionError, SessionNotFound, StoreUnavailable, VersionConflict
 from sessions.store import SessionStore
 from sessions.turn_log import PendingTurn, Record
 
 logger = logging.getLogger(__name__)
 
 MAX_RACES = 8  # lost races against other writers of a session before giving up
+LATE_RETRY_S = 15.0  # between offers of ends that those have not brought into the store
 STORE_RETRIES_S = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class TurnEnding:
     """Shared by all turns of a process."""
 
-    def __init__(self, store: SessionStore, metrics: Metrics, clock_ms: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        store: SessionStore,
+        metrics: Metrics,
+        clock_ms: Callable[[], int],
+        *,
+        late_retry_s: float = LATE_RETRY_S,
+    ) -> None:
         self._store = store
         self._metrics = metrics
         self._clock_ms = clock_ms
+        self._late_retry_s = late_retry_s
+        # Ends that the store would not take: (session id, record) by turn id.
+        self._owed: dict[str, tuple[str, Record]] = {}
+        self._retrying: asyncio.Task[None] | None = None
 
     async def finish(self, run: TurnRun) -> None:
         """Commit what the run made, or keep its failure; then send the terminal event."""
@@ -51,9 +64,8 @@ class TurnEnding:
         record = turn_record.broken_off(run, self._clock_ms())
         try:
             await self._store_record(run.pending.session_id, record)
-        except SessionError:
-            # The next API process finds it there and takes it up.
-            logger.warning("turn left pending in the store", extra={"turn_id": run.turn_id})
+        except SessionError as problem:
+            self._owe(run.pending.session_id, record, problem)
         self._tell(run, record)
 
     async def abandon(self, pending: PendingTurn, error: ApiError) -> None:
@@ -62,7 +74,39 @@ class TurnEnding:
         try:
             await self._store_record(pending.session_id, record)
         except SessionError as problem:
-            logger.error("turn not ended: %s", problem, extra={"turn_id": pending.id})
+            self._owe(pending.session_id, record, problem)
+
+    async def settle(self, turn_id: str) -> None:
+        """Store a turn's end now if it is still owed. Raises: SessionError where it stays so."""
+        owed = self._owed.get(turn_id)
+        if owed is not None:
+            await self._store_record(*owed)
+            self._owed.pop(turn_id, None)
+            logger.info("turn ended late", extra={"turn_id": turn_id})
+
+    async def close(self) -> None:
+        """Stop trying; the next API process finds such turns in the store and takes them up."""
+        if self._retrying is not None:
+            self._retrying.cancel()
+            await asyncio.gather(self._retrying, return_exceptions=True)
+
+    def _owe(self, session_id: str, record: Record, problem: SessionError) -> None:
+        """Keep an end that the store would not take, and offer it again and again."""
+        logger.error("turn left pending in the store: %s", problem, extra={"turn_id": record.id})
+        self._owed[record.id] = (session_id, record)
+        if self._retrying is None or self._retrying.done():
+            self._retrying = asyncio.create_task(self._settle_all(), name="turns owed")
+
+    async def _settle_all(self) -> None:
+        while self._owed:
+            await asyncio.sleep(self._late_retry_s * random.uniform(0.5, 1.5))
+            for turn_id in tuple(self._owed):
+                try:
+                    await self.settle(turn_id)
+                except SessionNotFound:
+                    self._owed.pop(turn_id, None)
+                except SessionError as problem:
+                    logger.warning("turn still not ended: %s", problem, extra={"turn_id": turn_id})
 
     async def _store_record(self, session_id: str, record: Record) -> None:
         for _ in range(MAX_RACES):

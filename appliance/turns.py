@@ -339,6 +339,7 @@ class TurnService:
                 await asyncio.wait_for(active.run.events.wait_closed(), CANCEL_WAIT_S)
             except TimeoutError:
                 logger.warning("cancel goes on in the background", extra={"turn_id": turn_id})
+        await self._ending.settle(turn_id)
         return await self.get(tenant, session_id, turn_id)
 
     def cancel_waiting(self, session_id: str) -> None:
@@ -406,3 +407,4 @@ class TurnService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._ending.close()
