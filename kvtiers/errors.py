@@ -4,6 +4,7 @@
 TierError                            code
   TierConfigError(ValueError)        invalid_tier_config: a setting, named
   PoolTooSmallError(ValueError)      pool_too_small: memory does not hold one request
+  StoreCallError(ValueError)         invalid_store_call: an argument of a store's call, named
 """
 
 from __future__ import annotations
@@ -31,3 +32,15 @@ class PoolTooSmallError(TierError, ValueError):
     """The pool that memory or the configuration allows does not hold one whole request."""
 
     code = "pool_too_small"
+
+
+class StoreCallError(TierError, ValueError):
+    """A store was called wrongly: `field` names the argument."""
+
+    code = "invalid_store_call"
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+        super().__init__(f"{field} = {value!r}: allowed: {allowed}")

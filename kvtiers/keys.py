@@ -15,16 +15,34 @@ PAGE_HASH_BYTES = 16
 
 
 class ObjectKeys:
-    """Builds keys within one namespace: a model, a layout, a tenant's salt.
+    """Builds keys within one namespace: a model, a layout with its dtype, a rank, a tenant's salt.
 
-    Equal tokens under another model, layout or salt get another key, so one tenant's pages can
-    never answer for another's.
+    Equal tokens under another of these get another key, so one tenant's pages can never answer
+    for another's, nor one rank's part of a page for another rank's.
+
+    Args:
+        salt: what keeps a tenant's pages apart.
+        rank, num_ranks: whose part of the heads the pages hold.
+
+    Raises:
+        TierConfigError: the rank is not one of `num_ranks`.
     """
 
-    def __init__(self, model_fingerprint: str, layout: KvLayout, salt: str = "") -> None:
+    def __init__(
+        self,
+        model_fingerprint: str,
+        layout: KvLayout,
+        salt: str = "",
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        if not 0 <= rank < num_ranks:
+            raise TierConfigError("rank", rank, f"0 to {num_ranks - 1}")
         # The parts are length-prefixed: no two namespaces may spell the same bytes.
         digest = hashlib.sha256()
-        for part in (model_fingerprint, layout.fingerprint(), salt):
+        # The layout's fingerprint covers sizes, dtype and the order of bytes.
+        for part in (model_fingerprint, layout.fingerprint(), f"{rank}/{num_ranks}", salt):
             raw = part.encode("utf-8")
             digest.update(len(raw).to_bytes(4, "big") + raw)
         self._namespace = digest.hexdigest()[:32]

@@ -54,3 +54,13 @@ def test_a_hash_of_another_length_is_refused() -> None:
         keys.key(bytes(15))
     with pytest.raises(TierConfigError, match="page_hashes = '17 bytes'"):
         keys.keys(bytes(17))
+
+
+def test_ranks_separate_the_same_tokens_and_must_be_one_of_many() -> None:
+    namespaces = {
+        ObjectKeys("model", _LAYOUT, rank=rank, num_ranks=ranks).namespace
+        for rank, ranks in ((0, 1), (0, 2), (1, 2), (1, 12), (11, 12))
+    }
+    assert len(namespaces) == 5
+    with pytest.raises(TierConfigError, match="rank = 2: allowed: 0 to 1"):
+        ObjectKeys("model", _LAYOUT, rank=2, num_ranks=2)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stored page: a header and the page's bytes, one contiguous blob in L2, in L3 and on the wire.
+
+Does not know: stores, pools, what a page means. The header says what the bytes are and how they
+sum up, so whoever reads a blob back can tell whole from doubtful; doubtful is a miss.
+
+Header, 256 bytes, little-endian (bodies stay aligned as their slots are):
+  [0, 4)     magic
+  [4, 8)     format version
+  [8, 24)    layout fingerprint, from its 32 hex digits
+  [24, 40)   hash of the key
+  [40, 48)   length of the body
+  [48, 56)   xxh3-64 of the body
+  [56, 248)  zero
+  [248, 256) xxh3-64 of [0, 248)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from xxhash import xxh3_64_intdigest
+
+from kvtiers.errors import StoreCallError
+
+HEADER_BYTES = 256
+FORMAT_VERSION = 1
+KEY_HASH_BYTES = 16
+MAGIC = b"MRPG"
+
+_FIELDS = struct.Struct("<4sI16s16sQQ")
+_SUM = struct.Struct("<Q")
+_SUMMED_BYTES = HEADER_BYTES - _SUM.size
+_PADDING = bytes(_SUMMED_BYTES - _FIELDS.size)
+
+
+def object_bytes(page_bytes: int) -> int:
+    """The length of the blob that holds a page of `page_bytes`."""
+    return HEADER_BYTES + page_bytes
+
+
+def key_hash(key: str) -> bytes:
+    """16 bytes that stand for a key in a header and in a store's index."""
+    return hashlib.blake2b(key.encode("utf-8"), digest_size=KEY_HASH_BYTES).digest()
+
+
+def seal(blob: memoryview, key: str, layout_fingerprint: str) -> None:
+    """Write the header of a blob whose body [256, len) is in place.
+
+    Args:
+        blob: the whole object, writable, contiguous bytes.
+        layout_fingerprint: `KvLayout.fingerprint()`, 32 hex digits.
+
+    Raises:
+        StoreCallError: the blob has no body, or the fingerprint is not 32 hex digits.
+    """
+    view = _as_bytes(blob)
+    body = view[HEADER_BYTES:]
+    fields = _FIELDS.pack(
+        MAGIC,
+        FORMAT_VERSION,
+        _raw_fingerprint(layout_fingerprint),
+        key_hash(key),
+        len(body),
+        xxh3_64_intdigest(body),
+    )
+    summed = fields + _PADDING
+    view[:HEADER_BYTES] = summed + _SUM.pack(xxh3_64_intdigest(summed))
+
+
+def verify(blob: memoryview, key: str, layout_fingerprint: str) -> bool:
+    """Whether a blob is, whole and unchanged, what `seal` made for this key and layout."""
+    if not is_sealed_for(blob, key, layout_fingerprint):
+        return False
+    view = _as_bytes(blob)
+    return bool(_FIELDS.unpack_from(view)[5] == xxh3_64_intdigest(view[HEADER_BYTES:]))
+
+
+def is_sealed_for(blob: memoryview, key: str, layout_fingerprint: str) -> bool:
+    """Whether the header is whole and speaks of this key, layout and length; reads no body."""
+    view = _as_bytes(blob)
+    summed = view[:_SUMMED_BYTES]
+    if _SUM.unpack_from(view, _SUMMED_BYTES)[0] != xxh3_64_intdigest(summed):
+        return False
+    magic, version, fingerprint, hashed, body_bytes, _ = _FIELDS.unpack_from(view)
+    return bool(
+        magic == MAGIC
+        and version == FORMAT_VERSION
+        and fingerprint == _raw_fingerprint(layout_fingerprint)
+        and hashed == key_hash(key)
+        and body_bytes == len(view) - HEADER_BYTES
+    )
+
+
+def _as_bytes(blob: memoryview) -> memoryview:
+    if not blob.contiguous:
+        raise StoreCallError("blob", "not contiguous", "contiguous bytes")
+    view = blob.cast("B")
+    if len(view) <= HEADER_BYTES:
+        raise StoreCallError("blob", f"{len(view)} bytes", f"more than {HEADER_BYTES}")
+    return view
+
+
+def _raw_fingerprint(text: str) -> bytes:
+    try:
+        raw = bytes.fromhex(text)
+    except ValueError:
+        raw = b""
+    if len(raw) != 16:
+        raise StoreCallError("layout_fingerprint", text, "32 hex digits")
+    return raw

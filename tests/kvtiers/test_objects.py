@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sealed pages: whole and unchanged is told from everything else."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+import xxhash
+
+from kvtiers.errors import StoreCallError
+from kvtiers.objects import HEADER_BYTES, is_sealed_for, object_bytes, seal, verify
+
+_LAYOUT = "0123456789abcdef" * 2
+_KEY = "namespace/ab/abcdef"
+
+
+def _sealed(body: bytes = b"page" * 250, key: str = _KEY, layout: str = _LAYOUT) -> bytearray:
+    blob = bytearray(HEADER_BYTES) + body
+    seal(memoryview(blob), key, layout)
+    return blob
+
+
+def test_a_sealed_page_is_right_for_its_key_and_layout_alone() -> None:
+    blob = memoryview(_sealed())
+    assert verify(blob, _KEY, _LAYOUT)
+    assert not verify(blob, _KEY + "0", _LAYOUT)
+    assert not verify(blob, _KEY, _LAYOUT[::-1])
+
+
+def test_the_header_is_what_the_docs_say() -> None:
+    body = bytes(range(256)) * 4
+    blob = _sealed(body)
+    assert blob[:4] == b"MRPG"
+    assert struct.unpack_from("<I", blob, 4) == (1,)
+    assert blob[8:24].hex() == _LAYOUT
+    assert struct.unpack_from("<QQ", blob, 40) == (1024, xxhash.xxh3_64_intdigest(body))
+    assert bytes(blob[56:248]) == bytes(192)
+    assert bytes(blob[HEADER_BYTES:]) == body
+    assert object_bytes(1024) == len(blob)
+
+
+def test_any_flipped_bit_is_seen() -> None:
+    blob = _sealed(random.Random(1).randbytes(300))
+    for bit in range(8 * len(blob)):
+        blob[bit // 8] ^= 1 << bit % 8
+        assert not verify(memoryview(blob), _KEY, _LAYOUT), f"bit {bit}"
+        blob[bit // 8] ^= 1 << bit % 8
+    assert verify(memoryview(blob), _KEY, _LAYOUT)
+
+
+@pytest.mark.parametrize("num_bytes", [257, 500, 1255])
+def test_a_shortened_or_grown_page_is_doubted(num_bytes: int) -> None:
+    blob = _sealed()
+    assert len(blob) == 1256
+    assert not verify(memoryview(blob)[:num_bytes], _KEY, _LAYOUT)
+    assert not verify(memoryview(blob + b"\0"), _KEY, _LAYOUT)
+
+
+def test_memory_never_written_is_no_page() -> None:
+    assert not verify(memoryview(bytearray(1000)), _KEY, _LAYOUT)
+
+
+def test_a_header_alone_can_be_asked_without_reading_the_page() -> None:
+    blob = _sealed()
+    blob[-1] ^= 1
+    assert is_sealed_for(memoryview(blob), _KEY, _LAYOUT)
+    assert not verify(memoryview(blob), _KEY, _LAYOUT)
+
+
+def test_views_of_other_element_types_are_taken_as_bytes() -> None:
+    blob = _sealed(bytes(1024))
+    assert verify(memoryview(blob).cast("I"), _KEY, _LAYOUT)
+
+
+def test_what_can_hold_no_page_is_refused() -> None:
+    with pytest.raises(StoreCallError, match="blob = '256 bytes': allowed: more than 256"):
+        seal(memoryview(bytearray(HEADER_BYTES)), _KEY, _LAYOUT)
+    with pytest.raises(StoreCallError, match="blob = 'not contiguous'"):
+        seal(memoryview(bytearray(2000))[::2], _KEY, _LAYOUT)
+    with pytest.raises(StoreCallError, match="layout_fingerprint = 'zz'"):
+        seal(memoryview(bytearray(2000)), _KEY, "zz")
