@@ -92,7 +92,7 @@ class Store(Protocol):
         ...
 
     def flush(self, timeout_s: float) -> bool:
-        """Make what was put as lasting as this store can; False where that fails or takes longer."""
+        """Make what was put as lasting as the store can; False: it failed or takes longer."""
         ...
 
     def status(self) -> StoreStatus:
