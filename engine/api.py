@@ -143,12 +143,50 @@ class ReleaseLease(msgspec.Struct, tag="release_lease", kw_only=True):
 
 
 class HintPrefix(msgspec.Struct, tag="hint_prefix", kw_only=True):
-    """Say how likely (0 to 1) the end of a cached prefix is to be continued."""
+    """Say how likely (0 to 1) the end of a cached prefix is to be continued.
+
+    `hold_lX_ms`: how long from now the prefix should stay in that tier before it moves on to the
+    next one below; 0 leaves that unsaid. Holds are wishes: pressure comes first.
+    """
 
     query_id: str
     token_ids: bytes
     expected_return: float
     salt: str = ""
+    hold_l1_ms: int = 0
+    hold_l2_ms: int = 0
+    hold_l3_ms: int = 0
+
+
+class MovePrefix(msgspec.Struct, tag="move_prefix", kw_only=True):
+    """Bring the full pages of a prefix to a tier; the answer is a `MoveReply`.
+
+    tier: `l1` prefetches up to the device; `l2` leaves L1, or comes up from L3; `l3` is stored,
+    then leaves L1 and L2; `none` is forgotten everywhere. Pages that somebody uses stay.
+    """
+
+    query_id: str
+    token_ids: bytes
+    tier: str
+    salt: str = ""
+
+
+class QueryTiers(msgspec.Struct, tag="query_tiers", kw_only=True):
+    query_id: str
+
+
+class DrainTiers(msgspec.Struct, tag="drain_tiers", kw_only=True):
+    """Finish every write-back and store under way, within `timeout_ms`."""
+
+    query_id: str
+    timeout_ms: int = 10_000
+
+
+class VerifyTiers(msgspec.Struct, tag="verify_tiers", kw_only=True):
+    """Read pages of L2 and L3 back and check them; a bad one is dropped."""
+
+    query_id: str
+    max_pages: int = 4096
 
 
 class SubscribeKvEvents(msgspec.Struct, tag="subscribe_kv_events", kw_only=True):
@@ -173,6 +211,10 @@ EngineInput = (
     | LeasePrefix
     | ReleaseLease
     | HintPrefix
+    | MovePrefix
+    | QueryTiers
+    | DrainTiers
+    | VerifyTiers
     | SubscribeKvEvents
     | Ping
 )
@@ -311,6 +353,49 @@ class HintReply(msgspec.Struct, tag="hint", kw_only=True):
     num_tokens: int  # of the prefix that the cache holds
 
 
+class MoveReply(msgspec.Struct, tag="move", kw_only=True):
+    """Sent when the transfers that the move caused are over, or after 30 s."""
+
+    query_id: str
+    cache: CacheHit  # where the prefix is now
+    num_pending: int = 0  # transfers that were not over in time
+
+
+class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier now. state: up | degraded | down | off; `reason` says why it is not up."""
+
+    tier: str  # l1 | l2 | l3
+    kind: str  # cpu | cuda | shared_memory | private_memory | file | mooncake | none
+    state: str
+    reason: str = ""
+    used_bytes: int = 0
+    capacity_bytes: int = 0
+    num_pages: int = 0
+    counters: dict[str, float] = {}
+
+
+class TiersReply(msgspec.Struct, tag="tiers", kw_only=True):
+    query_id: str
+    tiers: tuple[TierStatus, ...]
+
+
+class DrainReply(msgspec.Struct, tag="tiers_drained", kw_only=True):
+    """num_pages came down a tier, num_lost could not, num_pending were not over in time."""
+
+    query_id: str
+    num_pages: int
+    num_lost: int = 0
+    num_pending: int = 0
+
+
+class VerifyReply(msgspec.Struct, tag="tiers_verified", kw_only=True):
+    """By tier (l2, l3): pages read back, and those whose bytes were not what they should be."""
+
+    query_id: str
+    checked: dict[str, int]
+    bad: dict[str, int]
+
+
 class EngineHello(msgspec.Struct, tag="hello", kw_only=True):
     """Answer to the first message of a peer, and broadcast on start.
 
@@ -343,6 +428,10 @@ EngineOutput = (
     | LeaseReply
     | LeaseChanged
     | HintReply
+    | MoveReply
+    | TiersReply
+    | DrainReply
+    | VerifyReply
     | EngineHello
     | Pong
 )

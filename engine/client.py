@@ -37,6 +37,10 @@ Reply = (
     | api.PrefixReply
     | api.LeaseReply
     | api.HintReply
+    | api.MoveReply
+    | api.TiersReply
+    | api.DrainReply
+    | api.VerifyReply
 )
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
@@ -253,17 +257,58 @@ class EngineClient:
         expected_return: float,
         *,
         salt: str = "",
+        hold_ms: tuple[int, int, int] = (0, 0, 0),
         timeout_s: float = 10.0,
     ) -> int:
         """Weigh a prefix for eviction; how many of its tokens are cached.
+
+        Args:
+            hold_ms: how long it should stay in L1, in L2 and in L3; 0: unsaid.
 
         Raises: EngineUnavailableError.
         """
         query_id = self._next_query_id()
         message = api.HintPrefix(
-            query_id=query_id, token_ids=token_ids, expected_return=expected_return, salt=salt
+            query_id=query_id,
+            token_ids=token_ids,
+            expected_return=expected_return,
+            salt=salt,
+            hold_l1_ms=hold_ms[0],
+            hold_l2_ms=hold_ms[1],
+            hold_l3_ms=hold_ms[2],
         )
         return (await self._ask(api.HintReply, query_id, message, timeout_s)).num_tokens
+
+    async def move_prefix(
+        self, token_ids: bytes, tier: str, *, salt: str = "", timeout_s: float = 35.0
+    ) -> api.MoveReply:
+        """Bring a prefix to a tier (l1 | l2 | l3 | none); returns when it is there, or after 30 s.
+
+        Raises: EngineUnavailableError.
+        """
+        query_id = self._next_query_id()
+        message = api.MovePrefix(query_id=query_id, token_ids=token_ids, tier=tier, salt=salt)
+        return await self._ask(api.MoveReply, query_id, message, timeout_s)
+
+    async def tiers(self, *, timeout_s: float = 10.0) -> tuple[api.TierStatus, ...]:
+        """State, size and counters of each tier. Raises: EngineUnavailableError."""
+        query_id = self._next_query_id()
+        message = api.QueryTiers(query_id=query_id)
+        return (await self._ask(api.TiersReply, query_id, message, timeout_s)).tiers
+
+    async def drain_tiers(self, *, timeout_s: float = 10.0) -> api.DrainReply:
+        """Finish the write-backs and stores under way. Raises: EngineUnavailableError."""
+        query_id = self._next_query_id()
+        message = api.DrainTiers(query_id=query_id, timeout_ms=int(timeout_s * 1000))
+        return await self._ask(api.DrainReply, query_id, message, timeout_s + 5.0)
+
+    async def verify_tiers(
+        self, *, max_pages: int = 4096, timeout_s: float = 60.0
+    ) -> api.VerifyReply:
+        """Read pages of the lower tiers back and check them. Raises: EngineUnavailableError."""
+        query_id = self._next_query_id()
+        message = api.VerifyTiers(query_id=query_id, max_pages=max_pages)
+        return await self._ask(api.VerifyReply, query_id, message, timeout_s)
 
     async def kv_events(self) -> AsyncGenerator[api.KvEventBatch, None]:
         """Cache changes from now on. An event of kind `reset` says that earlier ones are void."""
@@ -354,6 +399,10 @@ class EngineClient:
                 | api.PrefixReply()
                 | api.LeaseReply()
                 | api.HintReply()
+                | api.MoveReply()
+                | api.TiersReply()
+                | api.DrainReply()
+                | api.VerifyReply()
             ):
                 self._answer(message.query_id, message)
             case api.LeaseChanged():

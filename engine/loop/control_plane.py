@@ -19,6 +19,7 @@ from engine.transport import pack_ids, unpack_ids
 
 MAX_TOKENS = (1 << 31) - 1
 MAX_TREE_NODES = 10_000
+MAX_HOLD_MS = 1 << 40
 
 
 def build_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
@@ -86,6 +87,9 @@ class ControlPlane:
         """Weigh a prefix for eviction. Raises: ValueError for broken ids or no probability."""
         if not 0.0 <= message.expected_return <= 1.0:
             raise RequestError("expected_return", message.expected_return, "0 to 1")
+        for name in ("hold_l1_ms", "hold_l2_ms", "hold_l3_ms"):
+            if not 0 <= getattr(message, name) <= MAX_HOLD_MS:
+                raise RequestError(name, getattr(message, name), f"0 to {MAX_HOLD_MS}")
         token_ids = unpack_ids(message.token_ids).astype(np.int32)
         num_tokens = self._scheduler.hint_prefix(token_ids, message.expected_return, message.salt)
         return api.HintReply(query_id=message.query_id, num_tokens=num_tokens)

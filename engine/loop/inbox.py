@@ -20,6 +20,7 @@ from engine.loop.grammar_desk import GrammarDesk
 from engine.loop.lease_desk import LeaseDesk
 from engine.loop.outbox import Outbox
 from engine.loop.request_desk import RequestDesk
+from engine.loop.tier_desk import TierDesk
 from engine.transport import decode_input
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Inbox:
         desk: RequestDesk,
         control: ControlPlane,
         leases: LeaseDesk,
+        tiers: TierDesk,
         grammars: GrammarDesk,
         outbox: Outbox,
         counters: Counters,
@@ -46,6 +48,7 @@ class Inbox:
         self._desk = desk
         self._control = control
         self._leases = leases
+        self._tiers = tiers
         self._grammars = grammars
         self._outbox = outbox
         self._counters = counters
@@ -92,6 +95,8 @@ class Inbox:
                 self._leases.release(message.lease_id)
             case api.HintPrefix():
                 self._outbox.reply(peer, self._control.hint_prefix(message))
+            case api.MovePrefix() | api.QueryTiers() | api.DrainTiers() | api.VerifyTiers():
+                self._tiers.take(peer, message, self._now_ms())
             case api.SubscribeKvEvents():
                 self._outbox.subscribe_kv(peer, message.enabled)
 

@@ -31,6 +31,7 @@ from engine.loop.intake import ModelLimits, unspeakable_ids
 from engine.loop.lease_desk import LeaseDesk
 from engine.loop.outbox import Outbox
 from engine.loop.request_desk import RequestDesk
+from engine.loop.tier_desk import TierDesk
 from engine.transport import EngineSocket
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class EngineServer:
         scheduler = build_scheduler(config, runner)
         control = ControlPlane(scheduler, outbox)
         leases = LeaseDesk(scheduler, outbox)
+        tiers = TierDesk(scheduler, outbox)
         grammars = GrammarDesk(grammar_compiler)
         limits = ModelLimits(
             vocab_size=runner.vocab_size,
@@ -119,12 +121,14 @@ class EngineServer:
             desk=self._desk,
             control=control,
             leases=leases,
+            tiers=tiers,
             grammars=grammars,
             outbox=outbox,
             counters=counters,
             now_ms=_now_ms,
         )
         self._leases = leases
+        self._tiers = tiers
         self._executor = Executor(runner, wake.set)
         self._loop = EngineLoop(
             desk=self._desk,
@@ -159,6 +163,7 @@ class EngineServer:
                         break
                     self._inbox.take(*received)
                 self._loop.turn()
+                self._tiers.serve(_now_ms())
                 self._leases.tell()
         finally:
             self._close()

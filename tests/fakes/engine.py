@@ -68,6 +68,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.grammars: list[api.GrammarSpec] = []
         self.hints: list[api.HintPrefix] = []
+        self.moves: list[api.MovePrefix] = []
         self._changes: deque[api.LeaseChanged] = deque()
         self._shape = (vocab_size, max_context_len, page_size, num_pages)
         self._thread: threading.Thread | None = None
@@ -92,14 +93,21 @@ class FakeEngine:
             self._thread.join()
             self._thread = None
 
-    def restart(self) -> None:
-        """Another instance takes over; requests in flight and the cache are gone."""
+    def restart(self, *, keep_lower_tiers: bool = False) -> None:
+        """Another instance takes over; requests in flight and the cache are gone.
+
+        keep_lower_tiers: what was moved to l2 or l3 is still there.
+        """
         self.stop()
+        lower = self._lower
         self.start()
+        if keep_lower_tiers:
+            self._lower = lower
 
     def drop_cache(self) -> None:
         """Evict all that is cached."""
         self._cached.clear()
+        self._lower = {"l2": {}, "l3": {}}
 
     def pause(self) -> None:
         """Sample no further token until `resume` (other messages are answered)."""
@@ -123,6 +131,8 @@ class FakeEngine:
         self._kv_peers: set[bytes] = set()
         self._requests: dict[str, _Request] = {}
         self._cached: dict[str, list[list[int]]] = {}
+        # What was moved down, by tier and salt; whole pages, as in the real tiers.
+        self._lower: dict[str, dict[str, list[list[int]]]] = {"l2": {}, "l3": {}}
         self._num_tokens = 0
         self.leases: dict[str, tuple[int, bytes]] = {}
 
@@ -210,6 +220,24 @@ class FakeEngine:
                 self.hints.append(message)
                 num_tokens = self._hit(ids, message.salt, len(ids)).l1
                 self._send([peer], api.HintReply(query_id=message.query_id, num_tokens=num_tokens))
+            case api.MovePrefix():
+                self.moves.append(message)
+                self._move(message)
+                ids = unpack_ids(message.token_ids).tolist()
+                hit = self._hit(ids, message.salt, len(ids))
+                self._send([peer], api.MoveReply(query_id=message.query_id, cache=hit))
+            case api.QueryTiers():
+                tiers = tuple(
+                    api.TierStatus(tier=name, kind="fake", state="up")
+                    for name in ("l1", "l2", "l3")
+                )
+                self._send([peer], api.TiersReply(query_id=message.query_id, tiers=tiers))
+            case api.DrainTiers():
+                self._send([peer], api.DrainReply(query_id=message.query_id, num_pages=0))
+            case api.VerifyTiers():
+                counts = {"l2": 0, "l3": 0}
+                reply = api.VerifyReply(query_id=message.query_id, checked=counts, bad=counts)
+                self._send([peer], reply)
             case api.SubscribeKvEvents():
                 (self._kv_peers.add if message.enabled else self._kv_peers.discard)(peer)
             case api.Ping():
@@ -350,16 +378,23 @@ class FakeEngine:
     # The pretended cache ------------------------------------------------------------------
 
     def _hit(self, ids: list[int], salt: str, most: int) -> api.CacheHit:
-        best = 0
-        for sequence in self._cached.get(salt, []):
-            length = 0
-            for a, b in zip(sequence, ids, strict=False):
-                if a != b:
-                    break
-                length += 1
-            best = max(best, length)
-        best = min(best, most)
-        return api.CacheHit(l1=best, to_compute=len(ids) - best)
+        l1 = min(_longest(self._cached.get(salt, []), ids), most)
+        l2 = max(0, min(_longest(self._lower["l2"].get(salt, []), ids), most) - l1)
+        l3 = max(0, min(_longest(self._lower["l3"].get(salt, []), ids), most) - l1 - l2)
+        return api.CacheHit(l1=l1, l2=l2, l3=l3, to_compute=len(ids) - l1 - l2 - l3)
+
+    def _move(self, message: api.MovePrefix) -> None:
+        """All of the prefix that some tier holds goes to one; nobody shares it here."""
+        ids, salt = unpack_ids(message.token_ids).tolist(), message.salt
+        hit = self._hit(ids, salt, len(ids))
+        found = ids[: hit.l1 + hit.l2 + hit.l3]
+        for tier in (self._cached, self._lower["l2"], self._lower["l3"]):
+            tier[salt] = [s for s in tier.get(salt, []) if s[: len(ids)] != ids[: len(s)]]
+        if message.tier == "l1":
+            self._cached[salt].append(found)
+        elif message.tier in self._lower:
+            whole = len(found) // self._shape[2] * self._shape[2]
+            self._lower[message.tier][salt].append(found[:whole])
 
     def _store(self, ids: list[int], salt: str) -> list[bytes]:
         self._cached.setdefault(salt, []).append(ids)
@@ -431,3 +466,16 @@ class FakeEngine:
             "cached_pages": 0,
             "output_tokens": self._num_tokens,
         }
+
+
+def _longest(sequences: list[list[int]], ids: list[int]) -> int:
+    """Length of the longest prefix of `ids` that one of `sequences` begins with."""
+    best = 0
+    for sequence in sequences:
+        length = 0
+        for a, b in zip(sequence, ids, strict=False):
+            if a != b:
+                break
+            length += 1
+        best = max(best, length)
+    return best
