@@ -29,8 +29,8 @@ from appliance.api import (
     sessions,
     turns,
 )
+from appliance.api.body_errors import as_body_error
 from appliance.api.context import ApiContext
-from appliance.api.wire import as_body_error
 from appliance.cli_options import VERSION
 from appliance.errors import ApiError, as_api_error, error_body_for, error_headers
 from appliance.leases import LeaseService

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
 from typing import Any
 
-from appliance.api.wire import LeaseCreate, LeaseWish
+from appliance.api.wire_sessions import LeaseCreate, LeaseWish
 from appliance.errors import ApiError
 from appliance.races import racing
 from appliance.services import Services

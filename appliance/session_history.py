@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from appliance import turn_view
-from appliance.api.wire import Rollback
+from appliance.api.wire_sessions import Rollback
 from appliance.errors import ApiError
 from appliance.races import racing
 from appliance.services import DEFAULT_TENANT, Services

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from appliance import turn_view
-from appliance.api.wire import (
+from appliance.api.wire_sessions import (
     ForkCreate,
     ItemsAppend,
     SessionCreate,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from appliance.api.wire import (
+from appliance.api.wire_sessions import (
     CacheBody,
     ContextBody,
     ItemsAppend,

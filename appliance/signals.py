@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from appliance.api.wire import SignalCreate
+from appliance.api.wire_sessions import SignalCreate
 from appliance.services import Services
 from engine.errors import EngineError
 from sessions.errors import SessionExpired, UnknownCallId

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.api.wire import TurnCreate
+from appliance.api.wire_sessions import TurnCreate
 from appliance.errors import ApiError
 from engine import api
 from tools_schema.structural_tag import ResponseFormat, parse_response_format

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from appliance.api.wire import TurnCreate
+from appliance.api.wire_sessions import TurnCreate
 from appliance.cache_report import expected_reuse
 from appliance.errors import ApiError
 from appliance.grammars import GrammarQuestion

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from appliance.api.context import Caller, Context, admin_only
 from appliance.api.sse import event_stream
-from appliance.api.wire import LeaseCreate, Rollback, SignalCreate
+from appliance.api.wire_sessions import LeaseCreate, Rollback, SignalCreate
 from appliance.session_watch import watch_cache, watch_session
 from appliance.signals import take_signal
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request
 
 from appliance.api.context import Caller, Context
-from appliance.api.wire import ForkCreate, ItemsAppend, SessionCreate, SessionUpdate
+from appliance.api.wire_sessions import ForkCreate, ItemsAppend, SessionCreate, SessionUpdate
 from sessions.store import ListQuery
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"])

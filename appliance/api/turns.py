@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 
 from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
 from appliance.api.sse import cursor_of, event_stream
-from appliance.api.wire import TurnCreate
+from appliance.api.wire_sessions import TurnCreate
 from appliance.errors import STATUS_BY_CODE, ApiError, known_code
 from appliance.middleware import RECEIVED_S
 from appliance.turn_events import TurnEvents, terminal_frame

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from appliance.api.wire import DialectBody, PositiveInt, SamplingFields, StreamOptions
+from appliance.api.wire import DialectBody, SamplingFields, StreamOptions
+from appliance.api.wire_values import PositiveInt
 
 MAX_STOP_SEQUENCES = 16
 
