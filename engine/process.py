@@ -102,7 +102,7 @@ def _build_behind(socket: EngineSocket, config: EngineConfig) -> EngineServer:
     from engine.execution.model_runner import build_model_runner  # isort: skip
     from engine.loop.server import EngineServer, Vocabulary, WakeSignal  # isort: skip
 
-    assets = load_text_assets(config.model)
+    assets = load_text_assets(config.model, load_format=config.load_format)
     wake = WakeSignal()
     # Importing xgrammar takes seconds; the weights load meanwhile.
     compiler = GrammarCompiler(
