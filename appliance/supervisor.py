@@ -98,9 +98,13 @@ def lock_run_dir(run_dir: Path) -> IO[str]:
 
 @dataclass(slots=True)
 class Supervisor:
-    """One appliance. `run` blocks until it was asked to stop or a process keeps dying."""
+    """One appliance. `run` blocks until it was asked to stop or a process keeps dying.
+
+    engine_module: what `python -m` runs as the engine, with the arguments of engine.process.
+    """
 
     config: ApplianceConfig
+    engine_module: str = "engine.process"
     _listener: socket.socket | None = None
     _children: list[Child] = field(default_factory=list)
     _ready: bool = False
@@ -150,7 +154,7 @@ class Supervisor:
         api_args = ["--config", str(config_path), "--fd", str(fd)]
         # Both at once: the API process loads its tokenizer while the engine loads its weights.
         for name, module, args, fds in (
-            ("engine", "engine.process", engine_args, ()),
+            ("engine", self.engine_module, engine_args, ()),
             ("api", "appliance.api_main", api_args, (fd,)),
         ):
             child = Child(name, module, args, RestartPolicy(server.max_restarts), fds)

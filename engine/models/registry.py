@@ -41,6 +41,13 @@ _ARCHITECTURES = {
 }
 
 
+def add_architecture(name: str, kind: Architecture) -> None:
+    """Hold one more architecture in this process. Raises ValueError where the name is taken."""
+    if name in _ARCHITECTURES:
+        raise ValueError(f"architecture {name!r} is registered already")
+    _ARCHITECTURES[name] = kind
+
+
 def architecture(name: object) -> Architecture:
     """What holds an architecture. Raises UnsupportedModelError naming those we have."""
     found = _ARCHITECTURES.get(name) if isinstance(name, str) else None
