@@ -54,6 +54,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     num_logprobs: int = -1  # -1: none; 0: the sampled token's; k: and the k likeliest
     mask_control_tokens: bool = True  # never sample a control token other than a stop id
+    # Control tokens that may be sampled all the same: the markers that this turn's grammar names.
+    # A grammar allows them only there, never as text; without one they may come anywhere.
+    allowed_control_ids: tuple[int, ...] = ()
 
 
 class GenerateRequest(msgspec.Struct, tag="generate", kw_only=True):

@@ -106,7 +106,12 @@ def _build_behind(socket: EngineSocket, config: EngineConfig) -> EngineServer:
     wake = WakeSignal()
     # Importing xgrammar takes seconds; the weights load meanwhile.
     compiler = GrammarCompiler(
-        assets.token_bytes, assets.eos_ids, assets.vocab_size, config.grammar, wake.set
+        assets.token_bytes,
+        assets.eos_ids,
+        assets.vocab_size,
+        config.grammar,
+        wake.set,
+        control_ids=assets.control_token_ids,
     )
     runner = build_model_runner(config)
     compiler.wait_warm()

@@ -2,9 +2,9 @@
 """GrammarSpec -> compiled grammar, cached by content, in worker threads beside the loop.
 
 xgrammar has no time limit of its own, so a job has none either: whoever waits for it gives up when
-its budget is over, and the result is kept for the next one. Control tokens are empty strings in
-the vocabulary xgrammar gets: it takes them for special and never allows one, except the end of
-turn where the grammar is complete. Does not know: requests, sampling.
+its budget is over, and the result is kept for the next one. A control token is allowed where a
+structural tag names it by id and nowhere else (`engine.grammar.control_tokens`); the end of turn,
+where the grammar is complete. Does not know: requests, sampling.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.api import GrammarKind, GrammarSpec
 from engine.config import GrammarConfig
 from engine.errors import GrammarError
+from engine.grammar.control_tokens import grammar_vocabulary, without_control_in_text
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,13 @@ class GrammarCompiler:
         vocab_size: int,
         config: GrammarConfig,
         on_done: Callable[[], None],
+        *,
+        control_ids: Collection[int] = (),
     ) -> None:
-        """`vocab_size`: rows of the model's output, at least len(token_bytes)."""
+        """`vocab_size`: rows of the model's output, at least len(token_bytes).
+
+        `control_ids`: tokens that a structural tag may name; b"" in `token_bytes`.
+        """
         self._config = config
         self._on_done = on_done
         self._cache: OrderedDict[bytes, tuple[CompileJob, int]] = OrderedDict()
@@ -80,7 +86,7 @@ class GrammarCompiler:
             threading.Thread(target=self._work, name=f"grammar-{i}", daemon=True)
             for i in range(config.compile_threads)
         ]
-        vocabulary = [*token_bytes, *[b""] * (vocab_size - len(token_bytes))]
+        vocabulary = grammar_vocabulary(token_bytes, control_ids, stop_ids, vocab_size)
         self._warm_up = threading.Thread(
             target=self._load, args=(vocabulary, list(stop_ids)), name="grammar-load", daemon=True
         )
@@ -170,7 +176,7 @@ class GrammarCompiler:
 def _compile(backend: Any, spec: GrammarSpec) -> Any:
     match spec.kind:
         case GrammarKind.STRUCTURAL_TAG:
-            return backend.compile_structural_tag(spec.text)
+            return backend.compile_structural_tag(without_control_in_text(spec.text))
         case GrammarKind.JSON_SCHEMA:
             return backend.compile_json_schema(spec.text, max_whitespace_cnt=MAX_WHITESPACE)
         case GrammarKind.REGEX:

@@ -24,6 +24,7 @@ from engine.sampling.penalties import Penalties
 
 MAX_ID_CHARS = 256
 MAX_STOP_IDS = 64
+MAX_CONTROL_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 64
 INT32_MAX = (1 << 31) - 1
@@ -125,7 +126,7 @@ class Intake:
             penalties=self._penalties(request),
             bias_ids=np.array([i for i, _ in bias], dtype=np.int64),
             bias=np.array([value for _, value in bias], dtype=np.float32),
-            banned_ids=np.setdiff1d(banned, stop_ids),
+            banned_ids=np.setdiff1d(banned, [*stop_ids.tolist(), *params.allowed_control_ids]),
             stop_ids=stop_ids,
             # A grammar may leave nothing but the end: there its bitmask decides, not this.
             min_new_tokens=0 if is_grammar else params.min_new_tokens,
@@ -204,15 +205,19 @@ def check_sampling(sampling: api.SamplingParams, limits: ModelLimits) -> None:
     if sampling.seed is not None and not -(1 << 63) <= sampling.seed < 1 << 63:
         raise RequestError("sampling.seed", sampling.seed, "a 64-bit integer")
     _check_id_fields(sampling, limits.vocab_size)
+    is_control = np.isin(sampling.allowed_control_ids, limits.unspeakable_ids)
+    for place, token_id in enumerate(sampling.allowed_control_ids):
+        if not is_control[place]:
+            raise RequestError(
+                f"sampling.allowed_control_ids[{place}]", token_id, "ids of control tokens"
+            )
 
 
 def _check_id_fields(sampling: api.SamplingParams, vocab_size: int) -> None:
-    if len(sampling.stop_token_ids) > MAX_STOP_IDS:
-        raise RequestError(
-            "sampling.stop_token_ids",
-            f"{len(sampling.stop_token_ids)} ids",
-            f"up to {MAX_STOP_IDS}",
-        )
+    for name, most in (("stop_token_ids", MAX_STOP_IDS), ("allowed_control_ids", MAX_CONTROL_IDS)):
+        num = len(getattr(sampling, name))
+        if num > most:
+            raise RequestError(f"sampling.{name}", f"{num} ids", f"up to {most}")
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
         raise RequestError(
             "sampling.logit_bias", f"{len(sampling.logit_bias)} ids", f"up to {MAX_LOGIT_BIAS}"

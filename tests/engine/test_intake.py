@@ -148,3 +148,16 @@ def test_penalties_are_built_only_where_one_is_asked_for() -> None:
 def test_ids_without_a_spelling_are_unspeakable() -> None:
     spelled = [b"", b"a", b"", b"b"]
     assert unspeakable_ids(spelled, [3], 6).tolist() == [0, 2, 3, 4, 5]
+
+
+def test_the_control_tokens_that_a_turn_may_write_are_not_banned() -> None:
+    assert row_of(allowed_control_ids=(0,)).banned_ids.tolist() == [1, 99]
+    assert row_of(allowed_control_ids=(1, 99)).banned_ids.tolist() == [0]
+
+
+@pytest.mark.parametrize("wrong", [3, -1, 100, 1 << 40])
+def test_only_control_tokens_can_be_let_through(wrong: int) -> None:
+    with pytest.raises(RequestError, match=r"sampling\.allowed_control_ids\[1\]"):
+        Intake(LIMITS).accept(wire(sampling={"allowed_control_ids": (0, wrong)}), 0)
+    with pytest.raises(RequestError, match="allowed_control_ids = .1025 ids"):
+        Intake(LIMITS).accept(wire(sampling={"allowed_control_ids": (0,) * 1025}), 0)

@@ -78,6 +78,7 @@ class LiveEngine:
             self.runner.vocab_size,
             self.config.grammar,
             wake.set,
+            control_ids=vocabulary.control_ids,
         )
         if self._wait_grammar:
             compiler.wait_warm()
