@@ -110,6 +110,17 @@ Event = StepDone | Abort | TransferAck | RemotePrefill
 def fsm_table() -> list[tuple[str, str, str]]:
     """Every (state, event, next state), next state "" where the pair is illegal."""
 
+def name_pages(
+    token_ids: NDArray[np.int32],
+    *,
+    page_size: int,
+    model_fingerprint: str = "",
+    salt: str = "",
+    parent: bytes = b"",
+) -> bytes:
+    """Names of the full pages of `token_ids`, 16 bytes each; parent: the name of the page before
+    them, b"" where they begin a prefix. Raises ValueError for a parent that is no name."""
+
 class Admission:
     """A request entered the running set in this plan (again, after a retraction: readmitted)."""
 
@@ -226,6 +237,7 @@ class Scheduler:
         salt: str = "",
     ) -> int:
         """Take in full pages of a prefix that survived a restart: l2 with its page ids, l3 by name.
+        Pages that L2 holds already are passed over, whatever page id is said for them.
 
         Raises ValueError for a name that is not that of its tokens, or a page that is not free.
         """

@@ -193,6 +193,27 @@ void check_integrity(const BoundScheduler& self) {
   if (!broken.empty()) throw std::runtime_error("broken invariant: " + broken);
 }
 
+nb::bytes name_pages(const InArray1<TokenId>& token_ids, std::int64_t page_size,
+                     const std::string& model_fingerprint, const std::string& salt,
+                     const nb::bytes& parent) {
+  require_count("page_size", page_size, 1);
+  PageHash hash = kRootHash;
+  if (parent.size() == hash.size()) {
+    std::memcpy(hash.data(), parent.c_str(), hash.size());
+  } else if (parent.size() != 0) {
+    throw std::invalid_argument("parent: " + std::to_string(parent.size()) +
+                                " bytes are neither a name (16) nor none");
+  }
+  const PageHash space = hash_namespace(model_fingerprint, salt);
+  const auto length = static_cast<std::size_t>(page_size);
+  std::string names;
+  for (TokenSpan rest = as_tokens(token_ids); rest.size() >= length; rest = rest.subspan(length)) {
+    hash = hash_page(space, hash, rest.first(length));
+    names.append(reinterpret_cast<const char*>(hash.data()), hash.size());
+  }
+  return nb::bytes(names.data(), names.size());
+}
+
 nb::list fsm_rows() {
   nb::list rows;
   for (const FsmRow& row : fsm_table()) {
@@ -243,6 +264,9 @@ void bind_scheduler(nb::module_& module) {
       .def("tree", &tree, nb::arg("max_nodes") = 256)
       .def("check_integrity", &check_integrity);
   module.def("fsm_table", &fsm_rows);
+  module.def("name_pages", &name_pages, nb::arg("token_ids").noconvert(), nb::kw_only(),
+             nb::arg("page_size"), nb::arg("model_fingerprint") = "", nb::arg("salt") = "",
+             nb::arg("parent") = nb::bytes("", 0));
 }
 
 }  // namespace moorage

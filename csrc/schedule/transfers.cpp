@@ -303,6 +303,8 @@ std::int32_t Scheduler::adopt(Tier tier, TokenSpan tokens, std::span<const PageH
       reject("page_hashes" + index, "is not the name of these tokens");
     }
     if (tier == Tier::kL3) continue;
+    // Known by another branch that was taken in before: nothing is taken, its page is not read.
+    if (tiers_.is_in_l2(hashes[i]) || tiers_.is_coming_to_l2(hashes[i])) continue;
     const std::int32_t page = pages[i].value;
     if (page < 0 || page >= config_.num_l2_pages ||
         tiers_.pool().owner_of(pages[i]) != PageOwner::kFree) {

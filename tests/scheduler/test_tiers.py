@@ -319,3 +319,43 @@ def test_a_run_over_three_tiers_replays_on_mirrored_ranks_bit_for_bit() -> None:
     for _ in range(4):
         report = replay(records)
         assert report.first_difference == 0 and report.num_plans >= 400
+
+
+def test_two_branches_that_survived_are_taken_in_one_after_the_other() -> None:
+    before = make()
+    stem = list(range(8))
+    names: list[bytes] = []
+    for tail in ([50, 51, 52, 53], [60, 61, 62, 63]):
+        job = before.submit([*stem, *tail], 1)
+        before.run()
+        assert job.ended is not None
+        names.append(job.ended.page_hashes)
+    after = make()
+    first = [*stem, 50, 51, 52, 53]
+    second = [*stem, 60, 61, 62, 63]
+    # The stem is known by then: its pages are passed over, whatever is said of them.
+    for tokens, hashes, pages, num_new in (
+        (first, names[0], [3, 4, 5], 3),
+        (second, names[1], [3, 4, 6], 1),
+    ):
+        owned = np.array(pages, np.int32)
+        assert after.scheduler.adopt("l2", ids(tokens), hashes, owned) == num_new
+    assert hit(after, first) == hit(after, second) == (0, 12, 0)
+    assert after.check()["cached_l2_pages"] == 4
+
+
+def test_pages_are_named_as_finished_requests_report_them() -> None:
+    harness = make()
+    job = harness.submit(list(range(17)), 1, salt="tenant")
+    harness.run()
+    assert job.ended is not None
+    tokens = ids(job.prompt)
+    names = cpp.name_pages(tokens, page_size=4, salt="tenant")
+    assert names == job.ended.page_hashes and len(names) == 64
+    rest = cpp.name_pages(tokens[8:], page_size=4, salt="tenant", parent=names[16:32])
+    assert rest == names[32:]
+    assert cpp.name_pages(tokens, page_size=4) != names
+    with pytest.raises(ValueError, match="parent: 3 bytes are neither a name"):
+        cpp.name_pages(tokens, page_size=4, parent=b"abc")
+    with pytest.raises(ValueError, match="page_size: 0 is not >= 1"):
+        cpp.name_pages(tokens, page_size=0)
