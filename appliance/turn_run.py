@@ -60,6 +60,7 @@ class TurnRun:
     model_fingerprint: str
     started_s: float = field(default_factory=time.monotonic)
     is_resumed: bool = False
+    is_in_second_life: bool = False  # an engine died under it; the next `Started` is another's
     plan: GrammarPlan | None = None
     stop_cause: str = ""  # why somebody asked for the end, once somebody did
     cache: api.CacheHit | None = None
@@ -112,16 +113,8 @@ class TurnRun:
             task.cancel()
 
     def on_engine_restart(self) -> None:
-        """Another engine goes on with this turn: all that was computed is computed again."""
-        if self.cache is None or self.finished is not None:
-            return
-        num_lost = self.prompt_len + max(0, len(self.answer.token_ids) - 1)
-        self.miss = {
-            "reason": cache_report.ENGINE_RESTARTED,
-            "first_diverging_item": cache_report.first_item_after(self.records, 0),
-            "missed_tokens": num_lost,
-        }
-        self.events.emit("turn.cache", {"miss": self.miss})
+        """Another engine goes on with this turn; its `Started` says what is computed again."""
+        self.is_in_second_life = self.cache is not None and self.finished is None
 
     async def run(self, plan: GrammarPlan) -> None:
         """Sample to the end. Failures are kept in `error`, never raised (cancellation is)."""
@@ -171,13 +164,17 @@ class TurnRun:
                 self._on_finished(item)
 
     def _on_started(self, item: api.Started) -> None:
-        if self.cache is not None:
+        if self.cache is not None and not self.is_in_second_life:
             return
-        self.cache, self.queued_ms = item.cache, item.queued_ms
-        self._note_engine()
-        self.miss = cache_report.explain_miss(
-            self.expected, item.cache, self.engine_instance, self.records
-        )
+        if self.is_in_second_life:
+            self.is_in_second_life = False
+            self.miss = self._restart_miss(item.cache)
+        else:  # the usage of a turn is what its prompt cost at first: it adds up to the input
+            self._note_engine()
+            self.cache, self.queued_ms = item.cache, item.queued_ms
+            self.miss = cache_report.explain_miss(
+                self.expected, item.cache, self.engine_instance, self.records
+            )
         self.events.emit(
             "turn.cache",
             {
@@ -188,6 +185,18 @@ class TurnRun:
                 "miss": self.miss,
             },
         )
+
+    def _restart_miss(self, hit: api.CacheHit) -> dict[str, Any] | None:
+        """What a crash in mid-turn cost: all that had been computed and is in no tier."""
+        found = hit.l1 + hit.l2 + hit.l3
+        had = self.prompt_len + max(0, len(self.answer.token_ids) - 1)
+        if found >= had:
+            return None
+        return {
+            "reason": cache_report.ENGINE_RESTARTED,
+            "first_diverging_item": cache_report.first_item_after(self.records, found),
+            "missed_tokens": had - found,
+        }
 
     def _note_engine(self) -> None:
         hello = self.client.hello

@@ -36,7 +36,7 @@ class OutputStream:
         self._logprobs: list[api.TokenLogprobs] = []
         self._num_read = 0
         self._started: api.Started | None = None
-        self._was_started = False
+        self._started_life = -1  # the last life whose start the reader was told of
         self._progress: api.PrefillProgress | None = None
         self._finished: api.Finished | None = None
         self._changed = asyncio.Event()
@@ -62,9 +62,9 @@ class OutputStream:
             return True
         match message:
             case api.Started():
-                # A second life (or an attach) starts again; the reader hears of the first only.
-                if not self._was_started:
-                    self._started, self._was_started = message, True
+                # Another life starts anew and costs anew; an attach only repeats what was said.
+                if self._started_life < self.num_resubmits:
+                    self._started, self._started_life = message, self.num_resubmits
             case api.PrefillProgress():
                 self._progress = message
             case api.Tokens():

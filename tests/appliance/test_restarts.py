@@ -104,6 +104,9 @@ def test_an_engine_crash_in_mid_turn_is_not_seen_by_the_reader(own_app: RunningA
         assert told[1]["miss"]["missed_tokens"] >= events[-1]["usage"]["input_tokens"]
         assert events[-1]["turn"]["cache"]["miss"] == told[1]["miss"]
         resumed = app.engine.requests[-1]
+        assert told[1]["cached_l1"] == told[1]["cached_l2"] == told[1]["cached_l3"] == 0
+        num_again = (len(resumed.token_ids) + len(resumed.resume_token_ids)) // 4
+        assert told[1]["to_compute"] == num_again
         assert len(resumed.resume_token_ids) > 0
         # The fake starts its script anew behind what it was given; a real engine goes on.
         assert text_of(events).startswith(WORDS[: len(text_of(events[:20]))])
