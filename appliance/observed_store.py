@@ -100,6 +100,18 @@ class ObservedStore:
         self._tell("session.history_replaced", stored, {})
         return stored
 
+    async def queue_turn(self, turn: PendingTurn) -> str:
+        return await self._store.queue_turn(turn)
+
+    async def end_queued(self, session_id: str, record: Record) -> bool:
+        return await self._store.end_queued(session_id, record)
+
+    async def claim_turn(self, turn: PendingTurn, owner: str) -> bool:
+        return await self._store.claim_turn(turn, owner)
+
+    async def beat(self, owner: str, until_ms: int) -> None:
+        await self._store.beat(owner, until_ms)
+
     # Reads --------------------------------------------------------------------------------
 
     async def get(self, session_id: str, *, tenant: str | None = None) -> Session:
@@ -119,6 +131,14 @@ class ObservedStore:
 
     async def pending_turns(self, *, owner: str | None = None) -> tuple[PendingTurn, ...]:
         return await self._store.pending_turns(owner=owner)
+
+    async def queued_turns(
+        self, *, session_id: str | None = None, owner: str | None = None
+    ) -> tuple[PendingTurn, ...]:
+        return await self._store.queued_turns(session_id=session_id, owner=owner)
+
+    async def live_owners(self, now_ms: int) -> frozenset[str]:
+        return await self._store.live_owners(now_ms)
 
     async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
         return await self._store.find_key(session_id, key, body_hash)

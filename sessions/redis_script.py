@@ -20,6 +20,9 @@ Key layout, each with the configured prefix in front (`moorage:` by default):
     refs:<sid>                hash     log id -> 1: the logs a session refers to
     pending:<sid>             hash     turn id -> pending turn, at most one
     pending                   set      sessions that have one
+    queued:<sid>              hash     turn id -> turn that waits for the one before it
+    queued                    set      sessions that have some
+    owners                    zset     API process -> until when it said to be alive
     ended:<sid>               hash     turn id -> record of a turn that did not become history
     keys:<sid>                hash     idempotency key -> msgpack [turn id, body hash, time]
     key_times                 zset     msgpack [session id, key] -> created_at_ms
@@ -59,6 +62,9 @@ while i <= #ARGV do
   elseif name == '?absent' then
     local value = redis.call('HGET', ARGV[i + 2], ARGV[i + 3])
     if value then return {ARGV[i + 4], value} end
+  elseif name == '?equal' then
+    local value = redis.call('HGET', ARGV[i + 2], ARGV[i + 3])
+    if value ~= ARGV[i + 4] then return {'changed'} end
   elseif name == '?length' then
     if redis.call('LLEN', ARGV[i + 2]) < tonumber(ARGV[i + 3]) then return {'short'} end
   elseif name == '!release' then
@@ -67,6 +73,10 @@ while i <= #ARGV do
       left[#left + 1] = log
     end
     redis.call('DEL', prefix .. 'refs:' .. ARGV[i + 2])
+  elseif name == '!tidy' then
+    if redis.call('EXISTS', prefix .. 'queued:' .. ARGV[i + 2]) == 0 then
+      redis.call('SREM', prefix .. 'queued', ARGV[i + 2])
+    end
   elseif name == '!drop' then
     for _, log in ipairs(left) do
       local key = prefix .. 'log:' .. log
@@ -166,7 +176,19 @@ class Write:
         sid = turn.session_id
         self.add("HSET", self.key("pending", sid), turn.id, codec.encode_pending(turn))
         self.add("SADD", self.key("pending"), sid)
-        key = turn.idempotency_key
+        self.add("HDEL", self.key("queued", sid), turn.id)
+        self.put_key(turn)
+
+    def put_queued(self, turn: PendingTurn) -> None:
+        """A turn that waits, and its idempotency key."""
+        sid = turn.session_id
+        self.add("HSET", self.key("queued", sid), turn.id, codec.encode_pending(turn))
+        self.add("SADD", self.key("queued"), sid)
+        self.put_key(turn)
+
+    def put_key(self, turn: PendingTurn) -> None:
+        """The idempotency key of a turn, if it has one."""
+        sid, key = turn.session_id, turn.idempotency_key
         if key is not None:
             value = _pack((turn.id, turn.body_hash, turn.created_at_ms))
             self.add("HSET", self.key("keys", sid), key, value)

@@ -11,18 +11,11 @@ and the caller may repeat it with the same ids.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import msgspec
-import redis.asyncio
-import redis.exceptions
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from sessions import codec
 from sessions.config import SessionsConfig
@@ -30,17 +23,13 @@ from sessions.errors import (
     IdempotencyKeyReused,
     SessionExists,
     SessionNotFound,
-    SessionsConfigError,
     StoreCorrupt,
-    StoreError,
-    StoreFull,
-    StoreSchemaTooNew,
-    StoreUnavailable,
     TurnNotFound,
     VersionConflict,
 )
 from sessions.log_cache import LogCache
-from sessions.redis_script import SCHEMA_VERSION, TRANSACT, Write, pack_record, unpack_record
+from sessions.redis_script import Write, pack_record, unpack_record
+from sessions.redis_server import RedisServer
 from sessions.session import Session
 from sessions.store import (
     KeyMatch,
@@ -53,9 +42,6 @@ from sessions.store import (
 )
 from sessions.turn_log import PendingTurn, Record, TurnLog
 
-logger = logging.getLogger(__name__)
-
-_SOCKET_TIMEOUT_S = 1.0
 _WALK_IDS = 100  # ids a listing reads at once: a filter may let few of them through
 _FORGET_GROUP = 100  # fields one write drops
 _pack = msgspec.msgpack.encode
@@ -69,51 +55,22 @@ class RedisSessionStore:
         self._config = config
         self._prefix = config.redis_key_prefix
         self._cache = LogCache(config.log_cache_bytes)
-        self._writes: set[asyncio.Task[Any]] = set()
-        self._redis: redis.asyncio.Redis | None = None
-        self._warnings: tuple[str, ...] = ()
+        self._server = RedisServer(config)
+        self._call = self._server.call
+        self._transact = self._server.transact
+
+    @property
+    def _client(self) -> Any:  # redis-py's client: redis_server is the one home of that package
+        return self._server.client
 
     async def open(self) -> None:
-        if self._redis is not None:
-            return
-        try:
-            self._redis = redis.asyncio.Redis.from_url(
-                self._config.redis_url,
-                socket_timeout=_SOCKET_TIMEOUT_S,
-                socket_connect_timeout=_SOCKET_TIMEOUT_S,
-                # redis-py retries ten times by default: minutes on a server that hangs.
-                retry=Retry(NoBackoff(), 0),
-            )
-        except ValueError as error:
-            raise SessionsConfigError(
-                f"sessions.redis_url: {error}", param="sessions.redis_url"
-            ) from error
-        try:
-            await self._check_server()
-        except BaseException:
-            await self.close()
-            raise
+        await self._server.open()
 
     async def close(self) -> None:
-        client, self._redis = self._redis, None
-        if client is None:
-            return
-        if self._writes:
-            await asyncio.wait(self._writes, timeout=self._deadline_s)
-        await client.aclose()
+        await self._server.close()
 
     async def health(self) -> StoreHealth:
-        try:
-            info = await self._call(self._client.info("persistence"))
-        except StoreError as error:
-            return StoreHealth(ok=False, kind="redis", detail=error.message)
-        status = info.get("aof_last_write_status", "ok")
-        return StoreHealth(
-            ok=status == "ok",
-            kind="redis",
-            detail=f"schema {SCHEMA_VERSION}, last AOF write {status}",
-            warnings=self._warnings,
-        )
+        return await self._server.health()
 
     # -- sessions
 
@@ -168,8 +125,9 @@ class RedisSessionStore:
         write = self._new_write()
         wanted = "" if version is None else version
         write.add("?version", self._key("session", session_id), wanted)
-        for name in ("session", "pending", "ended", "keys"):
+        for name in ("session", "pending", "queued", "ended", "keys"):
             write.add("DEL", self._key(name, session_id))
+        write.add("!tidy", session_id)
         for index in write.indexes(session):
             write.add("ZREM", index, session_id)
         write.add("ZREM", self._key("expiry"), session_id)
@@ -187,22 +145,38 @@ class RedisSessionStore:
     # -- turns
 
     async def begin_turn(self, session: Session, turn: PendingTurn) -> TurnClaim:
-        key = turn.idempotency_key
-        guards = [(self._key("pending", session.id), turn.id, "pending")]
-        if key is not None:
-            guards.append((self._key("keys", session.id), key, "key"))
-        write, stored = self._new_save(session, *guards)
-        write.put_pending(turn)
-        reply = await self._transact(write)
+        pending = (self._key("pending", session.id), turn.id, "pending")
+        reply, stored = await self._begin(session, turn, pending, *self._key_guard(turn))
+        if reply[0] == b"key":
+            turn_id = self._turn_of_key(turn, reply[1])
+            if turn_id != turn.id:
+                session = await self.get(session.id)
+                return TurnClaim(created=False, turn_id=turn_id, session=session)
+            # It holds its key since it began to wait.
+            reply, stored = await self._begin(session, turn, pending)
         if reply[0] == b"pending":
             return TurnClaim(created=True, turn_id=turn.id, session=await self.get(session.id))
-        if reply[0] == b"key" and key is not None:
-            turn_id, body_hash, _ = _unpack(reply[1])
-            if body_hash != turn.body_hash:
-                raise IdempotencyKeyReused(key, turn_id)
-            return TurnClaim(created=False, turn_id=turn_id, session=await self.get(session.id))
         self._check(reply, session)
         return TurnClaim(created=True, turn_id=turn.id, session=stored)
+
+    async def _begin(
+        self, session: Session, turn: PendingTurn, *guards: tuple[str, str, str]
+    ) -> tuple[list[bytes], Session]:
+        write, stored = self._new_save(session, *guards)
+        write.put_pending(turn)
+        write.add("!tidy", session.id)
+        return await self._transact(write), stored
+
+    def _key_guard(self, turn: PendingTurn) -> list[tuple[str, str, str]]:
+        key = turn.idempotency_key
+        return [] if key is None else [(self._key("keys", turn.session_id), key, "key")]
+
+    def _turn_of_key(self, turn: PendingTurn, value: bytes) -> str:
+        """The turn that holds the key of `turn`. Raises `IdempotencyKeyReused`."""
+        turn_id, body_hash, _ = _unpack(value)
+        if body_hash != turn.body_hash:
+            raise IdempotencyKeyReused(turn.idempotency_key or "", turn_id)
+        return str(turn_id)
 
     async def commit_turn(self, session: Session, record: Record) -> Session:
         return await self._append(session, record)
@@ -260,11 +234,11 @@ class RedisSessionStore:
 
     async def read_turn(self, session: Session, turn_id: str) -> PendingTurn | Record:
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.hget(self._key("pending", session.id), turn_id)
-        pipeline.hget(self._key("ended", session.id), turn_id)
-        pending, ended = await self._call(pipeline.execute())
-        if pending is not None:
-            return codec.decode_pending(pending)
+        for name in ("pending", "queued", "ended"):
+            pipeline.hget(self._key(name, session.id), turn_id)
+        pending, queued, ended = await self._call(pipeline.execute())
+        if pending is not None or queued is not None:
+            return codec.decode_pending(pending or queued)
         if ended is not None:
             return codec.decode_record(unpack_record(ended))
         record = (await self.read_log(session)).find(turn_id)
@@ -273,14 +247,80 @@ class RedisSessionStore:
         return record
 
     async def pending_turns(self, *, owner: str | None = None) -> tuple[PendingTurn, ...]:
-        session_ids = sorted(await self._call(self._client.smembers(self._key("pending"))))
+        return await self._turns_in("pending", None, owner)
+
+    async def _turns_in(
+        self, name: str, session_id: str | None, owner: str | None
+    ) -> tuple[PendingTurn, ...]:
+        session_ids = [session_id]
+        if session_id is None:
+            members = await self._call(self._client.smembers(self._key(name)))
+            session_ids = sorted(member.decode() for member in members)
         pipeline = self._client.pipeline(transaction=False)
-        for session_id in session_ids:
-            pipeline.hvals(self._key("pending", session_id.decode()))
+        for member in session_ids:
+            pipeline.hvals(self._key(name, str(member)))
         bodies = [body for values in await self._call(pipeline.execute()) for body in values]
         decoded = map(codec.decode_pending, bodies)
         turns = (turn for turn in decoded if owner is None or turn.owner == owner)
         return tuple(sorted(turns, key=lambda turn: turn.id))
+
+    # -- turns that wait, owners
+
+    async def queue_turn(self, turn: PendingTurn) -> str:
+        write = self._new_write()
+        for hash_key, hash_field, answer in self._key_guard(turn):
+            write.add("?absent", hash_key, hash_field, answer)
+        write.add("?version", self._key("session", turn.session_id), "")
+        write.put_queued(turn)
+        reply = await self._transact(write)
+        if reply[0] == b"key":
+            return self._turn_of_key(turn, reply[1])
+        if reply[0] == b"gone":
+            raise SessionNotFound(turn.session_id)
+        return turn.id
+
+    async def queued_turns(
+        self, *, session_id: str | None = None, owner: str | None = None
+    ) -> tuple[PendingTurn, ...]:
+        return await self._turns_in("queued", session_id, owner)
+
+    async def end_queued(self, session_id: str, record: Record) -> bool:
+        queued, ended = self._key("queued", session_id), self._key("ended", session_id)
+        body = await self._call(self._client.hget(queued, record.id))
+        if body is None:
+            return False
+        now_ms = record.timings.finished_at_ms if record.timings is not None else 0
+        write = self._new_write()
+        write.add("?equal", queued, record.id, body)
+        write.add("HDEL", queued, record.id)
+        write.add("HSET", ended, record.id, pack_record(record))
+        write.add("ZADD", self._key("ended_times"), now_ms, _pack((session_id, record.id)))
+        write.add("!tidy", session_id)
+        return (await self._transact(write))[0] == b"ok"
+
+    async def claim_turn(self, turn: PendingTurn, owner: str) -> bool:
+        for name in ("pending", "queued"):
+            key = self._key(name, turn.session_id)
+            body = await self._call(self._client.hget(key, turn.id))
+            if body is None:
+                continue
+            stored = codec.decode_pending(body)
+            if stored.owner != turn.owner:
+                return False
+            write = self._new_write()
+            write.add("?equal", key, turn.id, body)
+            write.add("HSET", key, turn.id, codec.encode_pending(replace(stored, owner=owner)))
+            return (await self._transact(write))[0] == b"ok"
+        return False
+
+    async def beat(self, owner: str, until_ms: int) -> None:
+        write = self._new_write()
+        write.add("ZADD", self._key("owners"), until_ms, owner)
+        await self._transact(write)
+
+    async def live_owners(self, now_ms: int) -> frozenset[str]:
+        members = await self._call(self._client.zrangebyscore(self._key("owners"), now_ms, "+inf"))
+        return frozenset(member.decode() for member in members)
 
     # -- keys, expiry, usage
 
@@ -296,7 +336,8 @@ class RedisSessionStore:
     async def forget_keys(self, now_ms: int) -> int:
         before_ms = now_ms - self._config.idempotency_retention_ms
         await self._forget("ended_times", "ended", before_ms, kept=set())
-        running = {turn.id for turn in await self.pending_turns()}
+        turns = (*await self.pending_turns(), *await self.queued_turns())
+        running = {turn.id for turn in turns}
         return await self._forget("key_times", "keys", before_ms, kept=running)
 
     async def _forget(self, times: str, name: str, before_ms: int, *, kept: set[str]) -> int:
@@ -426,71 +467,6 @@ class RedisSessionStore:
             raise VersionConflict(session.id, session.version, actual)
         raise StoreCorrupt(f"the logs of session {session.id!r} lack records")
 
-    # -- the server
-
-    @property
-    def _client(self) -> redis.asyncio.Redis:
-        if self._redis is None:
-            raise StoreUnavailable("the session store is not open")
-        return self._redis
-
-    @property
-    def _deadline_s(self) -> float:
-        return self._config.store_timeout_ms / 1000
-
-    async def _transact(self, write: Write) -> list[bytes]:
-        script = self._client.register_script(TRANSACT)
-        task = asyncio.create_task(self._call(script(args=write.arguments)))
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
-        # Shielded: a caller that gives up does not undo a write that is under way.
-        reply: list[bytes] = await asyncio.shield(task)
-        return reply
-
-    async def _call(self, awaitable: Awaitable[Any]) -> Any:
-        # Any: replies come as bytes (decode_responses is off), which redis-py's types do not know.
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await awaitable
-        except TimeoutError:
-            raise StoreUnavailable(
-                f"Redis gave no answer in {self._config.store_timeout_ms} ms"
-            ) from None
-        except (redis.exceptions.RedisError, OSError) as error:
-            raise _describe(error) from error
-
-    async def _check_server(self) -> None:
-        schema = await self._call(self._client.get(self._key("schema")))
-        if schema is not None and int(schema) > SCHEMA_VERSION:
-            raise StoreSchemaTooNew(
-                f"Redis holds schema {int(schema)}, this Moorage knows up to {SCHEMA_VERSION} "
-                "(hint: start the Moorage that wrote it, or a later one)"
-            )
-        write = self._new_write()
-        write.add("SET", self._key("schema"), SCHEMA_VERSION)
-        write.add("SET", self._key("opened"), time.time_ns() // 1_000_000)
-        await self._transact(write)
-        self._warnings = await self._durability_warnings()
-        for warning in self._warnings:
-            logger.warning("redis session store: %s", warning)
-
-    async def _durability_warnings(self) -> tuple[str, ...]:
-        wanted = {
-            "appendonly": ("yes", "a restart of the server loses turns"),
-            "appendfsync": ("always", "a crash may lose acknowledged turns"),
-            "maxmemory-policy": ("noeviction", "sessions may vanish under memory pressure"),
-        }
-        try:
-            settings = await self._call(self._client.config_get(*wanted))
-        except StoreError as error:
-            return (f"cannot see how durable the server is ({error.message})",)
-        found = {_text(name): _text(value) for name, value in settings.items()}
-        return tuple(
-            f"{name} is {found.get(name, 'unknown')!r}, not {value!r}: {consequence}"
-            for name, (value, consequence) in wanted.items()
-            if found.get(name) != value
-        )
-
 
 def _matches(session: Session, query: ListQuery) -> bool:
     metadata = session.metadata.items()
@@ -499,14 +475,3 @@ def _matches(session: Session, query: ListQuery) -> bool:
         and (query.status is None or session.status == query.status)
         and all(pair in metadata for pair in query.metadata.items())
     )
-
-
-def _describe(error: Exception) -> StoreError:
-    text = f"Redis: {error}"
-    if isinstance(error, redis.exceptions.OutOfMemoryError) or "MISCONF" in text:
-        return StoreFull(f"{text} (hint: the server's memory or disk is full)")
-    return StoreUnavailable(text)
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

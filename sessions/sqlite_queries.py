@@ -31,6 +31,13 @@ from sessions.turn_log import LogSpan, PendingTurn, Record
 SELECT_SESSION = (
     "SELECT s.body, t.body FROM sessions s JOIN session_settings t ON t.session_id = s.id "
 )
+SESSION_TABLES = (
+    "session_settings",
+    "pending_turns",
+    "queued_turns",
+    "ended_turns",
+    "idempotency_keys",
+)
 _OPEN_END = -1  # of a reference to a session's own log, which still grows
 
 
@@ -134,7 +141,7 @@ def delete(db: sqlite3.Connection, session_id: str, version: int | None) -> bool
     if version is not None and row[0] != version:
         raise VersionConflict(session_id, version, row[0])
     db.execute("DELETE FROM sessions WHERE id = ?", (session_id,))
-    for table in ("session_settings", "pending_turns", "ended_turns", "idempotency_keys"):
+    for table in SESSION_TABLES:
         db.execute(f"DELETE FROM {table} WHERE session_id = ?", (session_id,))
     drop_unshared(db, release(db, session_id))
     return True
@@ -166,18 +173,90 @@ def begin(db: sqlite3.Connection, session: Session, turn: PendingTurn, body: byt
         return TurnClaim(created=True, turn_id=turn.id, session=load(db, session.id))
     key = turn.idempotency_key
     known = find_key(db, session.id, key, turn.body_hash) if key is not None else None
-    if key is not None and known is not None:
+    if key is not None and known is not None and known.turn_id != turn.id:
         if not known.same_body:
             raise IdempotencyKeyReused(key, known.turn_id)
         return TurnClaim(created=False, turn_id=known.turn_id, session=load(db, session.id))
     stored = save(db, session)
     db.execute("INSERT INTO pending_turns VALUES (?, ?, ?)", (session.id, turn.id, body))
-    if key is not None:
+    _drop_queued(db, session.id, turn.id)
+    if known is None:
+        _insert_key(db, turn)
+    return TurnClaim(created=True, turn_id=turn.id, session=stored)
+
+
+def queue(db: sqlite3.Connection, turn: PendingTurn, body: bytes) -> str:
+    row = db.execute("SELECT 1 FROM sessions WHERE id = ?", (turn.session_id,)).fetchone()
+    if row is None:
+        raise SessionNotFound(turn.session_id)
+    key = turn.idempotency_key
+    known = find_key(db, turn.session_id, key, turn.body_hash) if key is not None else None
+    if key is not None and known is not None:
+        if not known.same_body:
+            raise IdempotencyKeyReused(key, known.turn_id)
+        return known.turn_id
+    db.execute(
+        "INSERT INTO queued_turns VALUES (?, ?, ?) ON CONFLICT DO NOTHING",
+        (turn.session_id, turn.id, body),
+    )
+    _insert_key(db, turn)
+    return turn.id
+
+
+def end_queued(
+    db: sqlite3.Connection, session_id: str, record: Record, row: StoredRecord, now_ms: int
+) -> bool:
+    if not _drop_queued(db, session_id, record.id):
+        return False
+    insert_ended(db, session_id, record.id, row, now_ms)
+    return True
+
+
+def insert_ended(
+    db: sqlite3.Connection, session_id: str, turn_id: str, row: StoredRecord, now_ms: int
+) -> None:
+    db.execute(
+        "INSERT INTO ended_turns VALUES (?, ?, ?, ?, ?, ?)",
+        (session_id, turn_id, now_ms, row.input_len, row.tokens, row.body),
+    )
+
+
+def claim(db: sqlite3.Connection, turn: PendingTurn, owner: str) -> bool:
+    for table in ("pending_turns", "queued_turns"):
+        where = f"{table} WHERE session_id = ? AND turn_id = ?"
+        row = db.execute(f"SELECT body FROM {where}", (turn.session_id, turn.id)).fetchone()
+        if row is None:
+            continue
+        stored = codec.decode_pending(row[0])
+        if stored.owner != turn.owner:
+            return False
+        db.execute(
+            f"UPDATE {table} SET body = ? WHERE session_id = ? AND turn_id = ?",
+            (codec.encode_pending(replace(stored, owner=owner)), turn.session_id, turn.id),
+        )
+        return True
+    return False
+
+
+def _insert_key(db: sqlite3.Connection, turn: PendingTurn) -> None:
+    if turn.idempotency_key is not None:
         db.execute(
             "INSERT INTO idempotency_keys VALUES (?, ?, ?, ?, ?)",
-            (session.id, key, turn.body_hash, turn.id, turn.created_at_ms),
+            (
+                turn.session_id,
+                turn.idempotency_key,
+                turn.body_hash,
+                turn.id,
+                turn.created_at_ms,
+            ),
         )
-    return TurnClaim(created=True, turn_id=turn.id, session=stored)
+
+
+def _drop_queued(db: sqlite3.Connection, session_id: str, turn_id: str) -> bool:
+    dropped = db.execute(
+        "DELETE FROM queued_turns WHERE session_id = ? AND turn_id = ?", (session_id, turn_id)
+    )
+    return dropped.rowcount > 0
 
 
 def find_key(db: sqlite3.Connection, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
@@ -192,12 +271,13 @@ def find_key(db: sqlite3.Connection, session_id: str, key: str, body_hash: str) 
 
 
 def read_turn(db: sqlite3.Connection, session_id: str, turn_id: str) -> PendingTurn | Record | None:
-    pending = db.execute(
-        "SELECT body FROM pending_turns WHERE session_id = ? AND turn_id = ?",
-        (session_id, turn_id),
-    ).fetchone()
-    if pending is not None:
-        return codec.decode_pending(pending[0])
+    for table in ("pending_turns", "queued_turns"):
+        pending = db.execute(
+            f"SELECT body FROM {table} WHERE session_id = ? AND turn_id = ?",
+            (session_id, turn_id),
+        ).fetchone()
+        if pending is not None:
+            return codec.decode_pending(pending[0])
     ended = db.execute(
         "SELECT tokens, input_len, body FROM ended_turns WHERE session_id = ? AND turn_id = ?",
         (session_id, turn_id),

@@ -9,8 +9,10 @@ session_settings  apart, because tools are large and a turn does not change them
 log_records       the turn logs; tokens first, so reading them walks no item text
 log_refs          which session refers to which records; end -1: its own log, still growing
 pending_turns     begun and not ended, at most one a session
+queued_turns      accepted, waiting for the turn before them
 ended_turns       ended without becoming history
 idempotency_keys  key -> turn, with the hash of the body it came with
+owners            API processes, and until when each said to be alive
 """
 
 from __future__ import annotations
@@ -58,6 +60,16 @@ MIGRATIONS: Final[Migrations] = (
                 turn_id TEXT NOT NULL, created_at_ms INTEGER NOT NULL,
                 PRIMARY KEY (session_id, key)) WITHOUT ROWID""",
             "CREATE INDEX idempotency_keys_by_time ON idempotency_keys (created_at_ms)",
+        ),
+    ),
+    (
+        "turns that wait, and who is alive",
+        (
+            """CREATE TABLE queued_turns (
+                session_id TEXT NOT NULL, turn_id TEXT NOT NULL, body BLOB NOT NULL,
+                PRIMARY KEY (session_id, turn_id)) WITHOUT ROWID""",
+            """CREATE TABLE owners (
+                owner TEXT PRIMARY KEY, until_ms INTEGER NOT NULL) WITHOUT ROWID""",
         ),
     ),
 )

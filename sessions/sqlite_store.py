@@ -133,10 +133,7 @@ class SqliteSessionStore:
                 return queries.load(db, session.id)
             stored = queries.save(db, session)
             db.execute("DELETE FROM pending_turns WHERE session_id = ?", (session.id,))
-            db.execute(
-                "INSERT INTO ended_turns VALUES (?, ?, ?, ?, ?, ?)",
-                (session.id, record.id, stored.updated_at_ms, row.input_len, row.tokens, row.body),
-            )
+            queries.insert_ended(db, session.id, record.id, row, stored.updated_at_ms)
             return stored
 
         return await self._db.write(work)
@@ -210,6 +207,53 @@ class SqliteSessionStore:
         turns = (codec.decode_pending(body) for (body,) in rows)
         return tuple(turn for turn in turns if owner is None or turn.owner == owner)
 
+    # -- turns that wait, owners
+
+    async def queue_turn(self, turn: PendingTurn) -> str:
+        body = codec.encode_pending(turn)
+        return await self._db.write(lambda db: queries.queue(db, turn, body))
+
+    async def queued_turns(
+        self, *, session_id: str | None = None, owner: str | None = None
+    ) -> tuple[PendingTurn, ...]:
+        rows = await self._db.read(
+            lambda db: db.execute(
+                "SELECT body FROM queued_turns WHERE ?1 IS NULL OR session_id = ?1 "
+                "ORDER BY turn_id",
+                (session_id,),
+            ).fetchall()
+        )
+        turns = (codec.decode_pending(body) for (body,) in rows)
+        return tuple(turn for turn in turns if owner is None or turn.owner == owner)
+
+    async def end_queued(self, session_id: str, record: Record) -> bool:
+        row = codec.encode_record(record)
+        now_ms = record.timings.finished_at_ms if record.timings is not None else 0
+        return await self._db.write(
+            lambda db: queries.end_queued(db, session_id, record, row, now_ms)
+        )
+
+    async def claim_turn(self, turn: PendingTurn, owner: str) -> bool:
+        return await self._db.write(lambda db: queries.claim(db, turn, owner))
+
+    async def beat(self, owner: str, until_ms: int) -> None:
+        def work(db: sqlite3.Connection) -> None:
+            db.execute(
+                "INSERT INTO owners VALUES (?1, ?2) "
+                "ON CONFLICT (owner) DO UPDATE SET until_ms = ?2",
+                (owner, until_ms),
+            )
+
+        await self._db.write(work)
+
+    async def live_owners(self, now_ms: int) -> frozenset[str]:
+        rows = await self._db.read(
+            lambda db: db.execute(
+                "SELECT owner FROM owners WHERE until_ms >= ?", (now_ms,)
+            ).fetchall()
+        )
+        return frozenset(owner for (owner,) in rows)
+
     # -- keys, expiry, usage
 
     async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
@@ -223,7 +267,7 @@ class SqliteSessionStore:
             # A key whose turn still runs is kept, however long that takes.
             return db.execute(
                 "DELETE FROM idempotency_keys WHERE created_at_ms < ? AND turn_id NOT IN "
-                "(SELECT turn_id FROM pending_turns)",
+                "(SELECT turn_id FROM pending_turns UNION SELECT turn_id FROM queued_turns)",
                 (before_ms,),
             ).rowcount
 

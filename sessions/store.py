@@ -11,8 +11,12 @@ The promises:
   - repeating a write with the same turn or record id changes nothing and says so;
   - `StoreUnavailable` leaves open whether the write happened: repeat it with the same ids.
 
-Write order of a turn: `begin_turn` stores the pending turn and its idempotency key, then either
-`commit_turn` (it becomes history) or `end_turn` (it is kept for its readers, not as history).
+Write order of a turn: where it must wait, `queue_turn`; `begin_turn` stores the pending turn and
+its idempotency key, then either `commit_turn` (it becomes history) or `end_turn` (it is kept for
+its readers, not as history). One that waits may end by `end_queued`.
+
+Owners: an API process says with `beat` until when it counts as alive; `claim_turn` hands a turn of
+one that is dead to another, to one of them at most.
 """
 
 from __future__ import annotations
@@ -120,8 +124,9 @@ class SessionStore(Protocol):
     async def begin_turn(self, session: Session, turn: PendingTurn) -> TurnClaim:
         """Store the claimed session and its pending turn.
 
-        If the turn's idempotency key is known, nothing is written and the claim names that turn;
-        with another body hash it raises `IdempotencyKeyReused`. Raises `VersionConflict`.
+        If the turn's idempotency key is known as another turn's, nothing is written and the claim
+        names that turn; with another body hash it raises `IdempotencyKeyReused`. A turn that waited
+        waits no more. Raises `VersionConflict`.
         """
 
     async def commit_turn(self, session: Session, record: Record) -> Session:
@@ -143,13 +148,37 @@ class SessionStore(Protocol):
         """The exact token history, int32 bytes; cheaper than `read_log` when not cached."""
 
     async def read_turn(self, session: Session, turn_id: str) -> PendingTurn | Record:
-        """A pending, committed or uncommitted turn. Raises `TurnNotFound`."""
+        """A waiting, pending, committed or uncommitted turn. Raises `TurnNotFound`."""
 
     async def pending_turns(self, *, owner: str | None = None) -> tuple[PendingTurn, ...]:
         """Every turn (of one owner) that was begun and has not ended, oldest first.
 
         To attach to after a restart.
         """
+
+    async def queue_turn(self, turn: PendingTurn) -> str:
+        """Store a turn that waits, with its idempotency key; repeating it is harmless.
+
+        Returns its id, or that of the turn its key names already; then nothing is written. Raises
+        `IdempotencyKeyReused` for another body, `SessionNotFound`.
+        """
+
+    async def queued_turns(
+        self, *, session_id: str | None = None, owner: str | None = None
+    ) -> tuple[PendingTurn, ...]:
+        """The turns that wait (of one session, of one owner), oldest first."""
+
+    async def end_queued(self, session_id: str, record: Record) -> bool:
+        """Keep how a turn ended before its begin; False if it does not wait (any more)."""
+
+    async def claim_turn(self, turn: PendingTurn, owner: str) -> bool:
+        """Make `owner` the owner of a pending or waiting turn; False if `turn.owner` is not."""
+
+    async def beat(self, owner: str, until_ms: int) -> None:
+        """Note that an API process is alive until then."""
+
+    async def live_owners(self, now_ms: int) -> frozenset[str]:
+        """The API processes that said they would be alive now."""
 
     async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
         """Look an idempotency key up; None if unknown."""

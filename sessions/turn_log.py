@@ -68,6 +68,7 @@ class PendingTurn:
     """A turn that was accepted and has not ended: enough to attach to it again after a crash.
 
     `input_items` and `input_token_ids` are not yet history; they become so with its commit.
+    `ask`: the request as it came, while the turn waits for its begin; then it has no tokens yet.
     """
 
     id: str
@@ -82,6 +83,7 @@ class PendingTurn:
     created_at_ms: int = 0
     deadline_ms: int | None = None
     owner: str = ""  # who runs it, where several API processes share a store: a name that stays
+    ask: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

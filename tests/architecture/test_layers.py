@@ -49,7 +49,7 @@ def test_import_contracts_hold() -> None:
     ("module", "allowed"),
     [
         ("triton", "kernels/"),
-        ("redis", "sessions/redis_store.py"),
+        ("redis", "sessions/redis_server.py"),
         ("mooncake", "kvtiers/mooncake_"),
         ("_scheduler", "engine/loop/"),
         ("_cpu_kernels", "kernels/"),

@@ -413,6 +413,101 @@ class SessionStoreContract:
         for number in (0, 99, 100, 119):
             assert harness.run(harness.store.find_key(session.id, f"key {number}", "h")) is None
 
+    # -- turns that wait, owners
+
+    def test_a_turn_that_waits_outlives_its_process_and_begins_once(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        waiting = replace(pending(session, key="k"), owner="a", ask={"input": "hello"})
+        assert harness.run(harness.store.queue_turn(waiting)) == waiting.id
+        assert harness.run(harness.store.queue_turn(waiting)) == waiting.id
+        other = harness.another()
+        assert harness.run(other.queued_turns()) == (waiting,)
+        assert harness.run(other.queued_turns(session_id=session.id, owner="a")) == (waiting,)
+        assert harness.run(other.queued_turns(owner="b")) == ()
+        assert harness.run(other.read_turn(session, waiting.id)) == waiting
+        assert harness.run(other.pending_turns()) == ()
+        begun = replace(waiting, ask=None)
+        claim = harness.run(other.begin_turn(session.begin_turn(begun, NOW_MS), begun))
+        assert claim.created and claim.turn_id == waiting.id
+        assert harness.run(harness.store.queued_turns()) == ()
+        assert harness.run(harness.store.pending_turns()) == (begun,)
+        again = harness.run(other.begin_turn(session.begin_turn(begun, NOW_MS), begun))
+        assert again.created and again.session == claim.session
+
+    def test_turns_wait_in_the_order_they_came(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turns = [pending(session) for _ in range(4)]
+        for turn in reversed(turns):
+            harness.run(harness.store.queue_turn(turn))
+        assert harness.run(harness.store.queued_turns(session_id=session.id)) == tuple(turns)
+
+    def test_the_key_of_a_turn_that_waits_is_taken(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        first = pending(session, key="k")
+        harness.run(harness.store.queue_turn(first))
+        assert harness.run(harness.store.queue_turn(pending(session, key="k"))) == first.id
+        other = pending(session, key="k")
+        claim = harness.run(harness.store.begin_turn(session.begin_turn(other, NOW_MS), other))
+        assert (claim.created, claim.turn_id) == (False, first.id)
+        with pytest.raises(IdempotencyKeyReused):
+            harness.run(harness.store.queue_turn(pending(session, key="k", body_hash="other")))
+        assert harness.run(harness.store.forget_keys(NOW_MS + 9 * DAY_MS)) == 0
+
+    def test_a_turn_that_ended_while_it_waited_is_readable_and_waits_no_more(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn = pending(session)
+        harness.run(harness.store.queue_turn(turn))
+        record = outcome(turn, status="cancelled", committed=False)
+        assert harness.run(harness.store.end_queued(session.id, record))
+        assert not harness.run(harness.store.end_queued(session.id, record))
+        assert harness.run(harness.store.queued_turns()) == ()
+        assert harness.run(harness.another().read_turn(session, turn.id)) == record
+        assert harness.run(harness.store.get(session.id)) == session
+
+    def test_a_deleted_session_takes_what_waits_along(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        harness.run(harness.store.queue_turn(pending(session)))
+        harness.run(harness.store.delete(session.id))
+        assert harness.run(harness.store.queued_turns()) == ()
+        with pytest.raises(SessionNotFound):
+            harness.run(harness.store.queue_turn(pending(session)))
+
+    def test_of_many_that_claim_a_turn_one_gets_it(
+        self, harness: StoreHarness, session: Session
+    ) -> None:
+        turn = replace(pending(session), owner="dead")
+        harness.run(harness.store.begin_turn(session.begin_turn(turn, NOW_MS), turn))
+        waiting = replace(pending(session), owner="dead", ask={})
+        harness.run(harness.store.queue_turn(waiting))
+        other = harness.another()
+
+        async def claim_all(claimed: PendingTurn) -> list[bool]:
+            stores = (harness.store, other)
+            claims = (stores[n % 2].claim_turn(claimed, f"p{n}") for n in range(6))
+            return list(await asyncio.gather(*claims))
+
+        for claimed in (turn, waiting):
+            won = harness.run(claim_all(claimed))
+            assert won.count(True) == 1
+            owner = f"p{won.index(True)}"
+            stored = harness.run(other.read_turn(session, claimed.id))
+            assert stored == replace(claimed, owner=owner)
+        assert not harness.run(other.claim_turn(pending(session), "x"))
+
+    def test_owners_are_alive_until_they_said(self, harness: StoreHarness) -> None:
+        store = harness.store
+        harness.run(store.beat("a", NOW_MS + 10))
+        harness.run(store.beat("b", NOW_MS + 20))
+        harness.run(store.beat("a", NOW_MS + 15))
+        assert harness.run(harness.another().live_owners(NOW_MS + 12)) == {"a", "b"}
+        assert harness.run(store.live_owners(NOW_MS + 16)) == {"b"}
+        assert harness.run(store.live_owners(NOW_MS + 21)) == frozenset()
+
     def test_turns_that_never_became_history_go_with_their_keys(
         self, harness: StoreHarness, session: Session
     ) -> None:
