@@ -16,6 +16,7 @@ from engine.client import EngineClient
 from engine.config import EngineConfig
 from tests.fakes.engine_process import REPOSITORY, EngineProcess
 from tests.fakes.live_engine import Collected, make_request, run
+from tests.fakes.tiny_deepseek import write_tiny_deepseek
 from tests.fakes.tiny_model import byte_ids, write_tiny_model
 
 
@@ -62,6 +63,21 @@ def test_a_process_serves_alone_on_its_socket_drains_on_sigterm_and_leaves_nothi
     assert code == 0, said
     assert "engine ready" in said and "engine stopped" in said
     assert not Path(engine.config.socket_path).exists()
+
+
+def test_dummy_weights_are_served_without_a_tokenizer(tmp_path: Path) -> None:
+    async def main(engine: EngineProcess) -> None:
+        client = EngineClient(engine.config.socket_path)
+        await client.start()
+        hello = await client.wait_ready(60)
+        assert hello.vocab_size == 300
+        result = await run(client, make_request("ids", [5, 299, 7], 12))
+        assert len(result.ids) == 12, "token ids in and out"
+        await client.close()
+
+    model = write_tiny_deepseek(tmp_path / "shape")
+    with EngineProcess(make_config(model, tmp_path, load_format="dummy")) as engine:
+        asyncio.run(main(engine))
 
 
 def refusal(config_json: bytes) -> tuple[int, list[str]]:
