@@ -104,6 +104,15 @@ class Store(Protocol):
         ...
 
 
+COUNTERS = ("hits", "misses", "bad_reads", "puts", "refused_puts", "failures")
+
+
+def new_counters(*more: str) -> dict[str, int]:
+    """What every store counts, at zero: pages read, not found, found but not right, kept, not
+    kept, and calls that failed (a miss is none)."""
+    return dict.fromkeys((*COUNTERS, *more), 0)
+
+
 def check_batch(keys: Sequence[str], buffers: Sequence[memoryview], *, writable: bool) -> None:
     """Raises StoreCallError where keys and buffers do not fit each other."""
     if len(keys) != len(buffers):
