@@ -85,6 +85,9 @@ class FileStore:
         self._counters = new_counters("evicted", "compacted_bytes")
         segment = min(MAX_SEGMENT_BYTES, quota_bytes // SEGMENTS_PER_QUOTA)
         self._segment_bytes = max(MIN_SEGMENT_BYTES, segment)
+        # A compaction needs a segment's worth of files while it copies.
+        self._file_limit = quota_bytes - min(self._segment_bytes, quota_bytes // 4)
+        self._live_limit = int(LIVE_SHARE * self._file_limit)
         self._index = PageIndex()
         self._files: SegmentFiles | None = None
         self._lock_fd = -1
@@ -115,8 +118,12 @@ class FileStore:
         hashes = [key_hash(key) for key in keys]
         with self._writing:
             self._leave_deleted()
+            fits = self._make_room(hashes, follows, views)
             kept = [
-                is_sealed_for(blob, key, self._layout) and self._keep(hashed, parent, blob)
+                is_sealed_for(blob, key, self._layout)
+                and (
+                    hashed in self._index or (hashed in fits and self._write(hashed, parent, blob))
+                )
                 for key, hashed, parent, blob in zip(keys, hashes, follows, views, strict=True)
             ]
         with self._indexing:
@@ -243,7 +250,8 @@ class FileStore:
         self._seq = 1 + max((record.seq for record in records), default=0)
         self._files, self._down_reason = files, ""
         with contextlib.suppress(OSError):
-            self._make_room(files, 0)  # the quota may be smaller than last time
+            self._make_room([], [], [])  # the quota may be smaller than last time
+            self._reclaim(files, 0)
 
     def _shut(self, reason: str) -> None:
         if self._files is not None:
@@ -257,16 +265,36 @@ class FileStore:
 
     # Writing; all under `_writing`
 
-    def _keep(self, hashed: bytes, parent: bytes, blob: memoryview) -> bool:
-        """Write an object unless it is there; False where it does not fit or cannot be written."""
+    def _make_room(
+        self, hashes: Sequence[bytes], follows: Sequence[bytes], blobs: Sequence[memoryview]
+    ) -> set[bytes]:
+        """Evict for these objects; returns those of the new ones that fit, heads first.
+
+        What the new ones follow is used now: it must not go to make room for them.
+        """
+        with self._indexing:
+            in_use = self._index.touch([*hashes, *follows])
+            room = self._live_limit - self._index.bytes_of(in_use)
+            fits: set[bytes] = set()
+            needed = 0
+            for hashed, blob in zip(hashes, blobs, strict=True):
+                if hashed in in_use or hashed in fits:
+                    continue
+                if needed + record_bytes(len(blob)) > room:
+                    break
+                needed += record_bytes(len(blob))
+                fits.add(hashed)
+            while self._index.live_bytes + needed > self._live_limit:
+                self._evict_oldest()
+        return fits
+
+    def _write(self, hashed: bytes, parent: bytes, blob: memoryview) -> bool:
+        """Write an object; False where it cannot be written."""
         files = self._files
         if files is None or self._now_s() < self._retry_at_s:
             return False
-        if hashed in self._index:
-            return True
         try:
-            if not self._make_room(files, record_bytes(len(blob))):
-                return False
+            self._reclaim(files, record_bytes(len(blob)))
             active = files.active
             record = files.append(hashed, parent, self._next_seq(), blob)
         except OSError as error:
@@ -279,24 +307,19 @@ class FileStore:
             self._save_now_and_then(files)
         return True
 
-    def _make_room(self, files: SegmentFiles, num_bytes: int) -> bool:
-        limit = self._quota_bytes - min(self._segment_bytes, self._quota_bytes // 4)
-        if num_bytes > LIVE_SHARE * limit:
-            return False
-        while self._index.live_bytes + num_bytes > LIVE_SHARE * limit:
-            self._evict_oldest()
-        while files.used_bytes + num_bytes > limit:
-            self._reclaim(files)
-        return True
+    def _reclaim(self, files: SegmentFiles, num_bytes: int) -> None:
+        """Delete or compact segments until the files have room for so much more."""
+        while files.used_bytes + num_bytes > self._file_limit:
+            self._reclaim_segment(files)
 
     def _evict_oldest(self) -> None:
-        with self._indexing:
-            record = self._index.oldest()
-            if record is not None:
-                self._index.discard(record)
-                self._counters["evicted"] += 1
+        """Under `_indexing`."""
+        record = self._index.oldest()
+        if record is not None:
+            self._index.discard(record)
+            self._counters["evicted"] += 1
 
-    def _reclaim(self, files: SegmentFiles) -> None:
+    def _reclaim_segment(self, files: SegmentFiles) -> None:
         """Give back the segment that holds the least; one full of live records loses one first."""
         live = self._index.live_by_segment
         sealed = [segment for segment in files.sizes if segment != files.active]
@@ -305,7 +328,8 @@ class FileStore:
             return
         segment = min(sealed, key=lambda name: live.get(name, 0))
         if live.get(segment, 0) >= files.sizes[segment] > 0:
-            self._evict_oldest()
+            with self._indexing:
+                self._evict_oldest()
             return
         for record in self._index.records_of(segment):
             self._move(files, record)

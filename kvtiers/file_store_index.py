@@ -72,15 +72,19 @@ class PageIndex:
         """The record to go first; no record held follows it."""
         return next(iter(self._records.values()), None)
 
-    def touch(self, key_hashes: Iterable[bytes]) -> None:
-        """These were used now, and so were all pages before them."""
-        self._renew(reversed(list(key_hashes)))
+    def bytes_of(self, key_hashes: Iterable[bytes]) -> int:
+        """What these take in their files."""
+        return sum(self._records[key_hash].num_bytes for key_hash in key_hashes)
+
+    def touch(self, key_hashes: Iterable[bytes]) -> set[bytes]:
+        """These were used now, and so were all pages before them; returns those held of both."""
+        return self._renew(reversed(list(key_hashes)))
 
     def settle(self) -> None:
         """Restore the rule after records were added in the order of their last use."""
         self._renew(reversed(list(self._records)))
 
-    def _renew(self, newest_first: Iterable[bytes]) -> None:
+    def _renew(self, newest_first: Iterable[bytes]) -> set[bytes]:
         """Move chains to the end so that the newest ends last and parents end behind children."""
         seen: set[bytes] = set()
         order: list[bytes] = []
@@ -95,6 +99,7 @@ class PageIndex:
             order.extend(reversed(chain))
         for key_hash in reversed(order):
             self._records.move_to_end(key_hash)
+        return seen
 
     def _leave(self, record: Record) -> None:
         self._hashes[record.segment].discard(record.key_hash)

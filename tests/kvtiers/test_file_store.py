@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file store: what it keeps, what it lets go, what it finds again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtiers.file_store import FileStore
+from kvtiers.file_store_segments import ALIGN_BYTES, record_bytes
+from kvtiers.objects import object_bytes
+from kvtiers.store import StoreState
+from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES, blank, chain, page, pages, read
+
+QUOTA = 4 << 20
+RECORD = record_bytes(object_bytes(PAGE_BYTES))
+Open = Callable[..., FileStore]
+
+
+@pytest.fixture
+def open_store(tmp_path: Path) -> Iterator[Open]:
+    opened: list[FileStore] = []
+
+    def open_(quota_bytes: int = QUOTA) -> FileStore:
+        opened.append(FileStore(tmp_path / "l3", quota_bytes, LAYOUT))
+        return opened[-1]
+
+    yield open_
+    for store in opened:
+        store.close()
+
+
+def _fill(store: FileStore, num_chains: int, length: int = 8, start: int = 0) -> list[list[str]]:
+    chains = [chain(f"c{number}", length) for number in range(start, start + num_chains)]
+    for keys in chains:
+        assert store.put(keys, pages(keys)) == [True] * length, store.status()
+    return chains
+
+
+def _leading(hits: list[bool]) -> int:
+    return (hits + [False]).index(False)
+
+
+def test_pages_are_there_after_a_restart(open_store: Open) -> None:
+    store = open_store()
+    chains = _fill(store, 6)
+    store.close()
+    again = open_store()
+    assert again.status().num_objects == 48
+    for keys in chains:
+        assert read(again, keys) == [True] * 8
+
+
+@pytest.mark.parametrize("harm", ["missing", "torn", "flipped", "older", "empty"])
+def test_a_bad_snapshot_costs_a_scan_and_no_page(
+    open_store: Open, tmp_path: Path, harm: str
+) -> None:
+    snapshot = tmp_path / "l3" / "index"
+    store = open_store()
+    first = _fill(store, 3)
+    assert store.flush(10)
+    old = snapshot.read_bytes()
+    chains = [*first, *_fill(store, 3, start=3)]
+    assert store.remove(first[0]) == 8
+    store.close()
+    raw = bytearray(snapshot.read_bytes())
+    if harm == "missing":
+        snapshot.unlink()
+    elif harm == "flipped":
+        raw[len(raw) // 2] ^= 16
+        snapshot.write_bytes(raw)
+    else:
+        snapshot.write_bytes({"torn": bytes(raw[:-100]), "older": old, "empty": b""}[harm])
+    again = open_store()
+    for keys in chains[1:]:
+        assert read(again, keys) == [True] * 8
+    assert read(again, first[0]) == [False] * 8
+
+
+def test_the_order_of_use_outlives_a_restart(open_store: Open) -> None:
+    store = open_store()
+    chains = _fill(store, 10)
+    assert read(store, chains[0]) == [True] * 8
+    store.close()
+    again = open_store()
+    _fill(again, 11, start=100)
+    assert again.status().counters["evicted"] > 8
+    assert read(again, chains[0]) == [True] * 8
+    assert read(again, chains[1])[-1] is False
+
+
+def test_the_files_never_take_more_than_the_quota(open_store: Open, tmp_path: Path) -> None:
+    store = open_store()
+    rng = random.Random(3)
+    kept: list[list[str]] = []
+    for number in range(150):
+        kept += _fill(store, 1, rng.randint(1, 9), start=number)
+        if rng.random() < 0.5:
+            read(store, rng.choice(kept))
+        files = sum(path.stat().st_size for path in (tmp_path / "l3").glob("*.pages"))
+        assert files == store.status().used_bytes <= QUOTA
+    status = store.status()
+    assert status.counters["evicted"] > 300
+    # What is kept is worth the space: well over half of the quota, and little was copied for it.
+    assert status.num_objects * RECORD > 0.6 * QUOTA
+    assert status.counters["compacted_bytes"] < 1.5 * status.counters["puts"] * RECORD
+
+
+def test_what_is_left_of_a_prefix_is_always_its_head(open_store: Open) -> None:
+    store = open_store()
+    rng = random.Random(5)
+    system = chain("system", 2)
+    store.put(system, pages(system))
+    sessions: dict[int, list[str]] = {}
+    for turn in range(200):
+        number = rng.randrange(14)
+        keys = sessions.get(number, system)
+        keys = keys[: store.probe(keys)]
+        new = [f"ns/s{number}/{turn}/{at}" for at in range(rng.randint(1, 4))]
+        # A turn puts its new pages alone: it says which page each of them follows.
+        store.put(new, pages(new), [keys[-1], *new[:-1]])
+        sessions[number] = [*keys, *new]
+        for held in sessions.values():
+            present = [store.probe([key]) == 1 for key in held]
+            assert not any(present[_leading(present) :]), f"turn {turn}: {present}"
+        assert store.probe(system) == 2, "the head that all sessions share went before a tail"
+    assert store.status().counters["evicted"] > 100
+    assert store.status().counters["compacted_bytes"] > 0
+
+
+def test_a_page_larger_than_the_store_is_refused_and_hurts_nothing(open_store: Open) -> None:
+    store = open_store()
+    (keys,) = _fill(store, 1)
+    big = QUOTA
+    assert store.put(["ns/big"], [page("ns/big", big)]) == [False]
+    assert read(store, keys) == [True] * 8
+    assert store.status().state is StoreState.UP
+    assert store.status().counters["refused_puts"] == 1
+
+
+@pytest.mark.parametrize("quota_bytes", [1, ALIGN_BYTES, RECORD, 2 * RECORD, 5 * RECORD])
+def test_a_quota_of_a_few_pages_works_or_refuses(open_store: Open, quota_bytes: int) -> None:
+    store = open_store(quota_bytes)
+    for number in range(6):
+        keys = chain(f"c{number}", 2)
+        kept = store.put(keys, pages(keys))
+        assert store.status().used_bytes <= quota_bytes
+        assert read(store, keys)[0] <= kept[0]
+    assert (store.status().num_objects > 0) == (quota_bytes >= 2 * RECORD)
+
+
+def test_a_smaller_quota_after_a_restart_is_kept_at_once(open_store: Open) -> None:
+    store = open_store()
+    chains = _fill(store, 12)
+    store.close()
+    again = open_store(QUOTA // 4)
+    assert again.status().used_bytes <= QUOTA // 4
+    assert read(again, chains[-1]) == [True] * 8
+    assert read(again, chains[0]) == [False] * 8
+
+
+def test_removed_pages_stay_away_after_a_restart_without_a_snapshot(
+    open_store: Open, tmp_path: Path
+) -> None:
+    store = open_store()
+    (keys,) = _fill(store, 1)
+    assert store.remove(keys[2:5]) == 3
+    store.close()
+    (tmp_path / "l3" / "index").unlink()
+    again = open_store()
+    assert read(again, keys) == [True, True, False, False, False, True, True, True]
+
+
+def test_a_removed_page_that_an_old_snapshot_remembers_is_a_miss(
+    open_store: Open, tmp_path: Path
+) -> None:
+    store = open_store()
+    (keys,) = _fill(store, 1)
+    assert store.flush(10)
+    old = (tmp_path / "l3" / "index").read_bytes()
+    assert store.remove(keys[:1]) == 1
+    store.close()
+    (tmp_path / "l3" / "index").write_bytes(old)
+    assert read(open_store(), keys) == [False] + [True] * 7
+
+
+def test_a_page_of_another_length_reads_as_nothing_and_stays(open_store: Open) -> None:
+    store = open_store()
+    (keys,) = _fill(store, 1)
+    assert store.get(keys[:1], blank(1, 10)) == [False]
+    assert read(store, keys) == [True] * 8
