@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-_TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
+TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 _CONTROL = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "hermes_like": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -22,7 +22,7 @@ _CONTROL = {
         "<|python_tag|>",
     ],
 }
-_MARKUP = {"hermes_like": ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]}
+MARKUP = {"hermes_like": ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]}
 _EOS = {"chatml": "<|im_end|>", "hermes_like": "<|im_end|>", "llama_like": "<|eot_id|>"}
 FAMILIES = tuple(_CONTROL)
 
@@ -32,7 +32,7 @@ def write_hf_text(directory: Path, family: str, vocab_size: int = 640) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _train(vocab_size - 16)
     tokenizer.add_special_tokens(_CONTROL[family])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in _MARKUP.get(family, [])])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP.get(family, [])])
     tokenizer.save(str(directory / "tokenizer.json"))
     bos = "<|begin_of_text|>" if family == "llama_like" else None
     _write_json(
@@ -45,7 +45,7 @@ def write_hf_text(directory: Path, family: str, vocab_size: int = 640) -> Path:
             "clean_up_tokenization_spaces": False,
         },
     )
-    (directory / "chat_template.jinja").write_text((_TEMPLATES / f"{family}.jinja").read_text())
+    (directory / "chat_template.jinja").write_text((TEMPLATES / f"{family}.jinja").read_text())
     eos_id = tokenizer.token_to_id(_EOS[family])
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -68,7 +68,7 @@ def _train(vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = [path.read_text() for path in sorted(_TEMPLATES.glob("*.jinja"))]
+    corpus = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja"))]
     tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real coding agents, run to their end against a real server with a scripted model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.agents.conftest import Json, ScriptedAppliance
+from tests.agents.running_agents import Agent, Run
+from tests.fakes.scripted_answers import Turn
+
+AgentOf = Callable[[str], Agent]
+Report = Callable[[str], None]
+
+TOOL_AGENTS = ("opencode", "codex", "claude", "mini")
+END_MINI = ("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",)  # what ends a run of mini-swe-agent
+
+
+TASK = """\
+Please make two files in this directory, and tell me what is in them. The first one says what the
+first berth holds, the second one what the second berth holds; both are read by the harbour's own
+programs, so write them just as I say, byte for byte, with nothing in front and nothing behind.
+Look at what is there before you write anything, use the shell for all of it, one command at a
+time, and read both files back when you are done. Do not install anything, do not start anything
+that goes on running, and do not look outside of this directory. """
+
+
+def last_turn(agent: str, text: str) -> Turn:
+    return Turn(text=text, commands=END_MINI if agent == "mini" else ())
+
+
+def shares(asked: Sequence[Json]) -> list[float]:
+    return [record["num_cached"] / record["num_prompt"] for record in asked]
+
+
+def line(name: str, asked: Sequence[Json], run: Run) -> str:
+    found = " ".join(f"{share:.1%}" for share in shares(asked))
+    return f"{name:<22}{len(asked):>6}{found:>24}{run.took_s:>10.1f}"
+
+
+def assert_history_was_cached(before: Json, after: Json) -> None:
+    """The next prompt goes on from all that the one before it had computed or sampled."""
+    known = before["num_prompt"] + before["num_answer"]
+    assert after["num_cached"] >= 0.99 * known, (before, after)
+
+
+@pytest.mark.parametrize("name", TOOL_AGENTS)
+def test_an_agent_uses_tools_over_several_turns_on_a_cached_history(
+    served: ScriptedAppliance, agent_of: AgentOf, report: Report, name: str
+) -> None:
+    mark = served.scenario(
+        f"tools-{name}",
+        [
+            Turn(
+                reasoning="There may be a file.",
+                text="I look first.",
+                commands=("echo 'one \"1\"' > one.txt; echo seen-one",),
+            ),
+            Turn(commands=("printf 'two\\n\\ttab \\\\ slash' > two.txt; echo seen-two",)),
+            Turn(text="And both:", commands=("cat one.txt two.txt; echo seen-three",)),
+            last_turn(name, "All is done."),
+        ],
+    )
+    agent = agent_of(name)
+    run = agent.run(TASK + mark)
+    assert run.code == 0, run.output
+    assert (agent.work / "one.txt").read_text() == 'one "1"\n'
+    assert (agent.work / "two.txt").read_text() == "two\n\ttab \\ slash"
+    asked = served.asked(f"tools-{name}")
+    report(line(name, asked, run))
+    assert [record["turn"] for record in asked] == [0, 1, 2, 3]
+    for record, said in zip(asked[1:], ("seen-one", "seen-two", "seen-three"), strict=True):
+        assert said in record["said_last"]
+    for before, after in zip(asked, asked[1:], strict=False):
+        assert_history_was_cached(before, after)
+    assert min(shares(asked)[1:]) >= 0.95, asked
+    # opencode asks for a title at the same time, under the same name: a branch of its own.
+    side = served.side_requests(f"tools-{name}")
+    assert [record["num_tools"] for record in side] == ([0] if name == "opencode" else [])
+
+
+@pytest.mark.parametrize("name", ["opencode", "codex", "claude"])
+def test_a_conversation_that_goes_on_later_is_still_cached(
+    served: ScriptedAppliance, agent_of: AgentOf, report: Report, name: str
+) -> None:
+    first = served.scenario(
+        f"first-{name}", [Turn(commands=("echo seen-first",)), Turn(text="Done.")]
+    )
+    then = served.scenario(
+        f"then-{name}", [Turn(commands=("echo seen-then",)), Turn(text="Done too.")]
+    )
+    agent = agent_of(name)
+    for task in (first, then):
+        run = agent.run(f"Do this. {task}", goes_on=task is then)
+        assert run.code == 0, run.output
+    asked = [*served.asked(f"first-{name}"), *served.asked(f"then-{name}")]
+    report(line(f"{name}, resumed", asked, run))
+    assert len(asked) == 4 and "seen-then" in asked[3]["said_last"]
+    for before, after in zip(asked, asked[1:], strict=False):
+        assert_history_was_cached(before, after)
+    assert min(shares(asked)[1:]) >= 0.95, asked
+
+
+def test_aider_edits_a_file_without_tools(
+    served: ScriptedAppliance, agent_of: AgentOf, report: Report
+) -> None:
+    edit = "I change the word.\n\nf.py\n```\nprint('moored')\n```\n"
+    mark = served.scenario("edit-aider", [Turn(text=edit)])
+    agent = agent_of("aider")
+    (agent.work / "f.py").write_text("print('adrift')\n")
+    run = agent.run(f"Say moored. {mark}", "f.py")
+    assert run.code == 0, run.output
+    assert (agent.work / "f.py").read_text() == "print('moored')\n"
+    asked = served.asked("edit-aider")
+    report(line("aider", asked, run))
+    assert len(asked) == 1 and asked[0]["num_tools"] == 0
