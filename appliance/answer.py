@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One answer of the model as it comes: token ids -> text -> parse events, one token at a time.
+"""One answer of the model as it comes: token ids -> bytes -> parse events, one token at a time.
 
 Taking the tokens singly makes the events a function of the ids alone: an answer that is read
 again after a crash yields the same events under the same numbers. Does not know: the engine's
@@ -8,23 +8,27 @@ protocol, SSE, sessions.
 
 from __future__ import annotations
 
+import codecs
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import Tokenizer
 from sessions.token_codec import encode_ids
 from tools_schema import events as parsed
-from tools_schema.stream_parser import StreamParser
+from tools_schema.stream_parser import StreamParser, WholePart
+
+_new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTokens:
     """What of an answer goes into the history.
 
-    num_sampled: how many of the ids are the sampled ones, from the start (the rest, at most the
-    head of a token that a cut went through, was encoded anew).
+    num_sampled: how many of the ids are the sampled ones, from the start. The rest was encoded
+        anew: the head of a token that a cut went through, what closes the calls of a cut answer,
+        or another end of turn.
     is_closed: they end with the model's end-of-turn token.
     """
 
@@ -35,23 +39,29 @@ class KeptTokens:
 
 @dataclass(slots=True)
 class AnswerReader:
-    """Reads one answer. `parser` None: everything is text."""
+    """Reads one answer. `parser` None: everything is text.
+
+    shown_control: control tokens that the parser reads; the others leave no bytes.
+    closing_ids: ends of turn that stand in a history as another token.
+    """
 
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     parser: StreamParser | None = None
     stop_strings: Sequence[str] = ()
+    shown_control: frozenset[int] = frozenset()
+    closing_ids: Mapping[int, int] = field(default_factory=dict)
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     has_calls: bool = False
     has_truncated_call: bool = False
     num_reasoning: int = 0  # tokens that brought reasoning
-    _runs: list[list[str]] = field(default_factory=list)
-    _last_kind: type | None = None
-    _num_at_last_call_end: int = 0
+    _decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _new_decoder("replace"))
     _detokenizer: Detokenizer | None = None
 
     def __post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.tokenizer, self.stop_strings)
+        self._detokenizer = Detokenizer(
+            self.tokenizer, self.stop_strings, shown_control=self.shown_control
+        )
 
     @property
     def is_stopped(self) -> bool:
@@ -66,94 +76,94 @@ class AnswerReader:
     def push(self, token_id: int) -> list[parsed.Event]:
         """Take one sampled token."""
         self.token_ids.append(token_id)
-        events = self._parse(self._text_source.push((token_id,)))
+        data = self._text_source.push_bytes(token_id)
+        if not data:
+            return []
+        events = self._parse(data)
         self.num_reasoning += any(isinstance(event, parsed.ReasoningDelta) for event in events)
         return events
 
     def finish(self, *, is_cut: bool) -> list[parsed.Event]:
         """No more tokens come. `is_cut`: not because the model was done."""
-        events = [] if self.is_stopped else self._parse(self._text_source.flush())
-        if self.parser is not None:
-            events += self._note(self.parser.finish("length" if is_cut else "stop"))
-        return events
+        rest = b"" if self.is_stopped else self._text_source.flush_bytes()
+        if self.parser is None:
+            text = self._decoder.decode(rest, True)
+            return [parsed.TextDelta(text)] if text else []
+        return self._parse(rest) + self._note(self.parser.finish("length" if is_cut else "stop"))
 
     def kept(self, *, text_only: bool = False) -> KeptTokens:
         """Return the tokens of the whole items in this answer.
 
-        An answer loses the call it was cut in; with `text_only` it loses all its calls.
+        An answer loses the call it was cut in, and what it had begun of a marker; with `text_only`
+        it loses all its calls.
         """
-        if text_only and (self.has_calls or self.has_truncated_call):
-            return self._kept_text()
-        if self.has_truncated_call:  # by a limit, or by a stop string inside the call
-            if self.has_calls:
-                return self._kept_head(self._num_at_last_call_end, "")
-            return self._kept_text()
+        if self.parser is not None:
+            part = self.parser.before_calls if text_only else None
+            part = part or self.parser.whole_part
+            if part is not None:
+                return self._kept_part(part)
         stop = self._text_source.stop
         if stop is not None:
             return self._kept_head(stop.num_tokens_kept, stop.tail_text)
-        is_closed = bool(self.token_ids) and self.token_ids[-1] in self.eos_ids
-        return KeptTokens(
-            token_ids=encode_ids(self.token_ids),
-            num_sampled=len(self.token_ids),
-            is_closed=is_closed,
-        )
+        return self._kept_all()
 
     @property
     def _text_source(self) -> Detokenizer:
         assert self._detokenizer is not None
         return self._detokenizer
 
-    def _parse(self, text: str) -> list[parsed.Event]:
-        if not text:
-            return []
+    def _parse(self, data: bytes) -> list[parsed.Event]:
         if self.parser is None:
-            return self._note([parsed.TextDelta(text)])
-        return self._note(self.parser.feed(text.encode()))
+            text = self._decoder.decode(data)
+            return [parsed.TextDelta(text)] if text else []
+        events = self.parser.feed(data)
+        return self._note(events) if events else events
 
     def _note(self, events: list[parsed.Event]) -> list[parsed.Event]:
         for event in events:
-            match event:
-                case parsed.TextDelta() | parsed.ReasoningDelta():
-                    if not self.has_calls:
-                        self._note_run(type(event), event.text)
-                case parsed.ToolCallEnd():
-                    self.has_calls = True
-                    self._num_at_last_call_end = len(self.token_ids)
-                case parsed.ParseProblem(code="truncated_call"):
-                    self.has_truncated_call = True
+            if isinstance(event, parsed.ToolCallEnd):
+                self.has_calls = True
+            elif isinstance(event, parsed.ParseProblem) and event.code == "truncated_call":
+                self.has_truncated_call = True
         return events
 
-    def _note_run(self, kind: type, text: str) -> None:
-        """Remember stretches of text and of reasoning: each occurs verbatim in the raw output."""
-        if kind is self._last_kind:
-            self._runs[-1].append(text)
-        else:
-            self._runs.append([text])
-            self._last_kind = kind
+    def _kept_all(self) -> KeptTokens:
+        is_closed = bool(self.token_ids) and self.token_ids[-1] in self.eos_ids
+        other_end = self.closing_ids.get(self.token_ids[-1]) if is_closed else None
+        if other_end is not None:
+            head = self.token_ids[:-1]
+            return KeptTokens(
+                token_ids=encode_ids(head) + encode_ids([other_end]),
+                num_sampled=len(head),
+                is_closed=True,
+            )
+        return KeptTokens(
+            token_ids=encode_ids(self.token_ids),
+            num_sampled=len(self.token_ids),
+            is_closed=is_closed,
+        )
 
-    def _kept_head(self, num_tokens: int, tail_text: str) -> KeptTokens:
+    def _kept_part(self, part: WholePart) -> KeptTokens:
+        """The tokens of the first bytes, and those that close what they left open."""
+        num_tokens = num_bytes = 0
+        tail = b""
+        for token_id in self.token_ids:
+            spelled = self._bytes_of(token_id)
+            if num_bytes + len(spelled) > part.num_bytes:
+                tail = spelled[: part.num_bytes - num_bytes]
+                break
+            num_bytes += len(spelled)
+            num_tokens += 1
+        return self._kept_head(num_tokens, tail.decode("utf-8", "replace"), part.closing)
+
+    def _kept_head(self, num_tokens: int, tail_text: str, closing: str = "") -> KeptTokens:
         tail = self.tokenizer.encode(tail_text) if tail_text else []
+        tail += self.tokenizer.encode_with_control(closing) if closing else []
         return KeptTokens(
             token_ids=encode_ids(self.token_ids[:num_tokens]) + encode_ids(tail),
             num_sampled=num_tokens,
             is_closed=False,
         )
 
-    def _kept_text(self) -> KeptTokens:
-        """The tokens up to the end of the text in front of the first call."""
-        raw = self.tokenizer.decode_bytes(self.token_ids)
-        end = 0
-        for run in self._runs:
-            spelled = "".join(run).encode()
-            at = raw.find(spelled, end)
-            if at < 0:  # a character that was no UTF-8 stands for other bytes: keep what is sure
-                break
-            end = at + len(spelled)
-        num_tokens, num_bytes = 0, 0
-        for token_id in self.token_ids:
-            size = len(self.tokenizer.token_bytes(token_id))
-            if num_bytes + size > end:
-                break
-            num_bytes += size
-            num_tokens += 1
-        return self._kept_head(num_tokens, raw[num_bytes:end].decode("utf-8", "replace"))
+    def _bytes_of(self, token_id: int) -> bytes:
+        return self.tokenizer.token_bytes(token_id, with_control=token_id in self.shown_control)

@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine import api
 from engine.client import EngineClient
 from engine.errors import EngineUnavailableError
+from engine.text.assets import TextAssets
+from tools_schema.control_markers import ControlMarkers
 from tools_schema.formats.base import ToolFormat
-from tools_schema.structural_tag import (
-    RESPONSE_FORMAT,
-    GrammarPlan,
-    Reasoning,
-    ResponseFormat,
-    build_structural_tag,
-)
+from tools_schema.reasoning import Reasoning
+from tools_schema.response_format import RESPONSE_FORMAT, ResponseFormat
+from tools_schema.structural_tag import NO_MARKERS, GrammarPlan, build_structural_tag
 from tools_schema.tool_choice import ToolChoice
 from tools_schema.tool_spec import ToolSet
 
@@ -46,6 +46,7 @@ class GrammarCompiler:
     client: EngineClient
     tool_format: ToolFormat
     budget_ms: int
+    markers: ControlMarkers = NO_MARKERS
     _loosened: OrderedDict[tuple[GrammarQuestion, str], frozenset[str]] = field(
         default_factory=OrderedDict
     )
@@ -59,6 +60,7 @@ class GrammarCompiler:
             reasoning=question.reasoning,
             response_format=question.response_format,
             loosen=loosen,
+            markers=self.markers,
         )
 
     async def compiled(self, question: GrammarQuestion) -> GrammarPlan:
@@ -115,3 +117,23 @@ def spec_of(plan: GrammarPlan) -> api.GrammarSpec | None:
     if plan.text is None:
         return None
     return api.GrammarSpec(kind=api.GrammarKind(plan.kind), text=plan.text)
+
+
+def constrained(sampling: api.SamplingParams, plan: GrammarPlan) -> api.SamplingParams:
+    """The sampling of a turn that may write the control tokens of its plan."""
+    if not plan.control_ids:
+        return sampling
+    return msgspec.structs.replace(sampling, allowed_control_ids=plan.control_ids)
+
+
+def control_markers(assets: TextAssets, tool_format: ToolFormat) -> ControlMarkers:
+    """Return which markers of the format are control tokens of the model.
+
+    What ends a turn is none: it comes where the grammar is complete.
+    """
+    ids = {
+        token.text: token.token_id
+        for token in assets.tokenizer.added_tokens.values()
+        if not token.is_markup and token.token_id not in assets.eos_ids
+    }
+    return ControlMarkers.among(tool_format.grammar_texts(), ids)

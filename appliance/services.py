@@ -23,7 +23,7 @@ from appliance.answer import AnswerReader
 from appliance.cache_report import MODEL_CHANGED, REPORT
 from appliance.config import ApplianceConfig
 from appliance.errors import ApiError
-from appliance.grammars import GrammarCompiler
+from appliance.grammars import GrammarCompiler, control_markers
 from appliance.metrics import Metrics
 from appliance.observed_store import ObservedStore
 from appliance.prompts import Head, HistoryEnd, PromptRenderer
@@ -33,6 +33,7 @@ from appliance.response_store import ResponseStore
 from appliance.session_hub import SessionHub
 from appliance.stores import build_store
 from appliance.supervisor import read_admin_key
+from appliance.thinking import thinking_options
 from appliance.turn_events import EventJournals
 from engine.client import EngineClient
 from engine.text.assets import TextAssets, load_text_assets
@@ -50,9 +51,8 @@ from tools_schema.formats.registry import (
     get_format,
     guess_format,
 )
-from tools_schema.reasoning import reasoning_of_prompt
+from tools_schema.reasoning import Reasoning, reasoning_of_prompt
 from tools_schema.stream_parser import StreamParser, new_call_id
-from tools_schema.structural_tag import Reasoning
 from tools_schema.tool_choice import ToolChoice
 from tools_schema.tool_spec import ToolSet, parse_tools
 
@@ -143,7 +143,12 @@ class Services:
 
     def head_of(self, session: Session) -> Head:
         settings = session.settings
-        return Head(settings.instructions, self.toolset(settings.tools))
+        options = self.thinking_options(settings.reasoning.effort)
+        return Head(settings.instructions, self.toolset(settings.tools), options)
+
+    def thinking_options(self, effort: str | None) -> dict[str, Any]:
+        """Raises ApiError for an effort that this model's template cannot express."""
+        return thinking_options(effort, self.assets.chat_template.variable_names)
 
     def end_of(self, session: Session, log: TurnLog, new_items: Sequence[Item]) -> HistoryEnd:
         """Return where the session's history stands, for items that are to follow it."""
@@ -259,6 +264,7 @@ class Services:
             eos_ids=frozenset(self.assets.eos_ids),
             parser=parser,
             stop_strings=stop,
+            shown_control=self.grammars.markers.token_ids,
         )
 
     def response_events(self, turn_id: str, toolset: ToolSet) -> ResponseEvents:
@@ -306,7 +312,12 @@ def build_services(config: ApplianceConfig, assets: TextAssets | None = None) ->
         store=ObservedStore(build_store(config.sessions), hub.tell),
         hub=hub,
         client=client,
-        grammars=GrammarCompiler(client, tool_format, config.engine.grammar.budget_ms),
+        grammars=GrammarCompiler(
+            client,
+            tool_format,
+            config.engine.grammar.budget_ms,
+            control_markers(assets, tool_format),
+        ),
         journals=EventJournals(server.state_dir / "turns", server.replay_minutes * 60),
         metrics=Metrics(),
         admin_key=read_admin_key(server.run_dir),

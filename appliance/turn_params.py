@@ -14,7 +14,7 @@ import msgspec
 from appliance.api.wire_sessions import TurnCreate
 from appliance.errors import ApiError
 from engine import api
-from tools_schema.structural_tag import ResponseFormat, parse_response_format
+from tools_schema.response_format import ResponseFormat, parse_response_format
 from tools_schema.tool_choice import ToolChoice, parse_tool_choice
 from tools_schema.tool_spec import ToolSet
 

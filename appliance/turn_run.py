@@ -18,7 +18,7 @@ from appliance import cache_report
 from appliance.answer import AnswerReader
 from appliance.cache_report import Expectation
 from appliance.errors import ApiError, known_code
-from appliance.grammars import spec_of
+from appliance.grammars import constrained, spec_of
 from appliance.response_events import ResponseEvents, WireEvent
 from appliance.turn_events import TurnEvents
 from appliance.turn_params import TurnParams
@@ -87,7 +87,7 @@ class TurnRun:
         return api.GenerateRequest(
             request_id=self.turn_id,
             token_ids=self.history + self.pending.input_token_ids,
-            sampling=self.params.sampling,
+            sampling=constrained(self.params.sampling, plan),
             grammar=spec_of(plan),
             priority=self.priority,
             tenant=self.tenant,

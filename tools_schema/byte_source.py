@@ -31,6 +31,7 @@ class ByteSource:
         self._buffer = bytearray()
         self._pos = 0
         self._mark = 0
+        self._num_dropped = 0  # bytes that are in the buffer no more
         self._ended = False
         self.was_cut = False  # the last match failed only because the stream ended inside it
 
@@ -49,11 +50,17 @@ class ByteSource:
         self._mark = self._pos - back
         if self._mark > _COMPACT_BYTES:
             del self._buffer[: self._mark]
+            self._num_dropped += self._mark
             self._pos -= self._mark
             self._mark = 0
 
     def since_mark(self) -> bytes:
         return bytes(self._buffer[self._mark : self._pos])
+
+    @property
+    def position(self) -> int:
+        """Bytes of the stream that have been read."""
+        return self._num_dropped + self._pos
 
     # -- the reading side ------------------------------------------------------------------
 

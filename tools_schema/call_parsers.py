@@ -148,7 +148,12 @@ def _parse_header_call(
 
 
 def _read_id(source: ByteSource, body: HeaderBody, name: str, call: OpenCall) -> Wait[None]:
-    if not body.id_mark or not (yield from source.match_loosely(body.id_mark)):
+    if not body.id_mark:
+        return
+    if not (yield from source.match_loosely(body.id_mark)):
+        if source.was_cut:
+            source.skip_rest()
+            raise EndOfStreamError
         return
     yield from source.skip_blanks()
     sampled = (yield from source.take_while(_ID_BYTES, _ID_MAX)).decode()

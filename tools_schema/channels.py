@@ -55,6 +55,11 @@ class ProseChannel:
             self._blanks.clear()
         self._blanks += data[len(solid) :]
 
+    @property
+    def num_blanks(self) -> int:
+        """Bytes of whitespace that wait: layout if a marker follows."""
+        return len(self._blanks)
+
     def drop_layout(self) -> None:
         """A marker follows: trailing whitespace was layout, and so is what comes after it."""
         self._blanks.clear()

@@ -28,6 +28,11 @@ def const(value: str) -> Node:
     return {"type": "const_string", "value": value}
 
 
+def token(token_id: int) -> Node:
+    """One control token of the model; nothing that spells it."""
+    return {"type": "token", "token": token_id}
+
+
 def regex(pattern: str) -> Node:
     return {"type": "regex", "pattern": pattern}
 

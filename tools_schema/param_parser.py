@@ -50,6 +50,9 @@ def parse_params(
         if style.type_mark is not None:
             admitted = yield from _read_type_mark(source, style)
         yield from _parse_value(source, style, admitted, call)
+    if source.was_cut:
+        source.skip_rest()
+        raise EndOfStreamError
     return has_any
 
 
@@ -69,8 +72,10 @@ def _read_key(source: ByteSource, style: ParamStyle) -> Wait[str]:
 
 def _read_type_mark(source: ByteSource, style: ParamStyle) -> Wait[frozenset[str]]:
     is_text = yield from source.match(b"true")
+    is_cut = source.was_cut
     if not is_text and not (yield from source.match(b"false")):
-        if (yield from source.peek()) == END:
+        if is_cut or source.was_cut or (yield from source.peek()) == END:
+            source.skip_rest()
             raise EndOfStreamError
         raise NotACallError("a parameter is a string or it is not: true or false was due")
     yield from expect(source, style.after_key)

@@ -7,8 +7,11 @@ leave it to the model, each by rules of its own.
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tools_schema.formats.base import ToolFormat
-from tools_schema.structural_tag import Reasoning
+
+Reasoning = Literal["off", "auto", "on"]
 
 
 def reasoning_of_prompt(tool_format: ToolFormat, prompt_tail: str) -> Reasoning:

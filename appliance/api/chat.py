@@ -33,7 +33,8 @@ from appliance.generation import Generation, Step
 from appliance.services import DEFAULT_TENANT
 from appliance.turn_params import stop_list
 from tools_schema import events as parsed
-from tools_schema.structural_tag import GrammarPlan, parse_response_format
+from tools_schema.response_format import parse_response_format
+from tools_schema.structural_tag import GrammarPlan
 from tools_schema.tool_choice import parse_tool_choice
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,8 @@ from appliance.services import DEFAULT_TENANT, Services
 from appliance.turn_params import stop_list
 from sessions.token_codec import count
 from tools_schema import events as parsed
-from tools_schema.structural_tag import GrammarPlan, parse_response_format
+from tools_schema.response_format import parse_response_format
+from tools_schema.structural_tag import GrammarPlan
 from tools_schema.tool_choice import parse_tool_choice
 from tools_schema.tool_spec import ToolSet
 

@@ -25,7 +25,7 @@ from appliance.api.wire import refuse_unsupported
 from appliance.api.wire_agents import INCLUDES, UNSUPPORTED_RESPONSES, ResponsesRequest
 from appliance.errors import ApiError
 from appliance.services import DEFAULT_TENANT, Services
-from tools_schema.structural_tag import parse_response_format
+from tools_schema.response_format import parse_response_format
 from tools_schema.tool_choice import parse_tool_choice
 
 logger = logging.getLogger(__name__)

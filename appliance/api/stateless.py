@@ -14,12 +14,13 @@ from typing import Any
 from appliance.api.dialect import request_of, sampling_of
 from appliance.api.wire import SamplingFields
 from appliance.generation import Generation
-from appliance.grammars import GrammarQuestion, spec_of
+from appliance.grammars import GrammarQuestion, constrained, spec_of
 from appliance.recall import Recalled, chain_keys, next_key, root_key
 from appliance.services import Services
 from appliance.text_limits import check_can_fit, num_chars
 from engine.text.errors import TemplateRenderError
-from tools_schema.structural_tag import GrammarPlan, ResponseFormat
+from tools_schema.response_format import ResponseFormat
+from tools_schema.structural_tag import GrammarPlan
 from tools_schema.tool_choice import ToolChoice
 from tools_schema.tool_spec import ToolSet
 
@@ -71,7 +72,7 @@ async def prepare(
     request = request_of(
         ask.request_id,
         prompt,
-        sampling,
+        constrained(sampling, plan),
         services,
         ask.tenant,
         priority=body.priority,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token ids to text as they come: whole characters only, and stop strings.
 
-The text is the same however the ids are cut into pushes.
+The text is the same however the ids are cut into pushes. A control token leaves no text, unless it
+is one that the caller reads (a marker of its tool calls); no stop string matches in it or over it.
 Does not know: requests, events, tool calls.
 """
 
@@ -37,16 +38,16 @@ class Detokenizer:
         tokenizer: Tokenizer,
         stop_strings: Sequence[str] = (),
         *,
-        with_control: bool = False,
+        shown_control: frozenset[int] = frozenset(),
     ) -> None:
         """Raises ValueError for an empty stop string."""
         if any(not stop for stop in stop_strings):
             raise ValueError("stop: an empty stop string; allowed: one or more characters")
         self._tokenizer = tokenizer
         self._stops = [(stop.encode("utf-8", "replace"), stop) for stop in stop_strings]
-        self._with_control = with_control
+        self._shown = shown_control
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # Bytes since the end of the last kept token. [0, _num_given) went to the decoder,
+        # Bytes since the end of the last kept token. [0, _num_given) was given out,
         # [_num_given, end) is held because it may become a stop string.
         self._buffer = b""
         self._num_given = 0
@@ -56,19 +57,25 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Take tokens, give out the text that is now certain; look at `stop` afterwards."""
-        out: list[str] = []
+        given = []
         for token_id in token_ids:
             if self.stop is not None:
                 break
-            out.append(self._push_one(token_id))
-        return "".join(out)
+            given.append(self.push_bytes(token_id))
+        return self._decoder.decode(b"".join(given), final=self.stop is not None)
 
     def flush(self) -> str:
         """The rest of the text, when no more tokens come."""
-        return self._give(len(self._buffer)) + self._decoder.decode(b"", final=True)
+        return self._decoder.decode(self.flush_bytes(), final=True)
 
-    def _push_one(self, token_id: int) -> str:
-        spelled = self._tokenizer.token_bytes(token_id, with_control=self._with_control)
+    def push_bytes(self, token_id: int) -> bytes:
+        """Take one token, give out the bytes that are now certain, whole characters or not."""
+        if token_id in self._shown:
+            return self._push_control(token_id)
+        spelled = self._tokenizer.token_bytes(token_id)
+        if not self._stops:
+            self._num_kept += 1
+            return spelled
         num_old = len(self._buffer)
         self._buffer += spelled
         self._open_lens.append(len(spelled))
@@ -76,6 +83,19 @@ class Detokenizer:
         if match is not None:
             return self._cut(*match)
         return self._give(len(self._buffer) - self._open_stop_len())
+
+    def flush_bytes(self) -> bytes:
+        """What was held back, when no more tokens come."""
+        return self._give(len(self._buffer))
+
+    def _push_control(self, token_id: int) -> bytes:
+        """A marker: what was held in front of it becomes no stop string any more."""
+        held = self._give(len(self._buffer))
+        spelled = self._tokenizer.token_bytes(token_id, with_control=True)
+        self._num_kept += 1 + len(self._open_lens)
+        self._buffer, self._num_given = b"", 0
+        self._open_lens.clear()
+        return held + spelled
 
     def _first_match(self, num_old: int) -> tuple[int, str] | None:
         """(start, stop) of the match that is complete first; the longest of those."""
@@ -98,20 +118,20 @@ class Detokenizer:
                     break
         return longest
 
-    def _give(self, end: int) -> str:
-        """Decode the buffer up to `end`, then forget the tokens that are wholly given out."""
-        text = self._decoder.decode(self._buffer[self._num_given : end])
+    def _give(self, end: int) -> bytes:
+        """Give out the buffer up to `end`, then forget the tokens that are wholly given out."""
+        given = self._buffer[self._num_given : end]
         num_done = 0
         while self._open_lens and num_done + self._open_lens[0] <= end:
             num_done += self._open_lens.popleft()
             self._num_kept += 1
         self._buffer = self._buffer[num_done:]
         self._num_given = end - num_done
-        return text
+        return given
 
-    def _cut(self, at: int, stop: str) -> str:
+    def _cut(self, at: int, stop: str) -> bytes:
         """Give out what lies before the match and say which tokens that is."""
-        text = self._give(at) + self._decoder.decode(b"", final=True)
+        given = self._give(at)
         tail = self._buffer[: self._num_given]
         self._buffer, self._num_given = b"", 0
         self.stop = StopMatch(
@@ -119,4 +139,4 @@ class Detokenizer:
             num_tokens_kept=self._num_kept,
             tail_text=tail.decode("utf-8", "replace"),
         )
-        return text
+        return given

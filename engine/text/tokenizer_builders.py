@@ -8,6 +8,7 @@ Source of the splitting rules: the tokenizer.json files of the model families th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from engine.text.errors import TokenizerError
 from engine.text.tokenizer import AddedToken, Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+# Some vocabularies list steering tokens as if they were words: the roles and tool markers of
+# DeepSeek, the fill-in-the-middle markers of Qwen. Their bars give them away.
+_BARRED = re.compile("<[|\uff5c]|[|\uff5c]>|^\uff5c.+\uff5c$")
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,7 +43,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], vocab_size: int) -> Tokeniz
     spellings: list[str] = metadata["tokenizer.ggml.tokens"]
     kinds: list[int] = metadata.get("tokenizer.ggml.token_type") or [1] * len(spellings)
     added = [
-        AddedToken(token_id=i, text=spellings[i], is_markup=kind_of == _USER_DEFINED)
+        AddedToken(
+            token_id=i,
+            text=spellings[i],
+            is_markup=kind_of == _USER_DEFINED and not _BARRED.search(spellings[i]),
+        )
         for i, kind_of in enumerate(kinds)
         if kind_of in (_CONTROL, _USER_DEFINED)
     ]
@@ -141,7 +149,7 @@ def _added_from_hf(entry: Mapping[str, Any], directory: Path) -> AddedToken:
     return AddedToken(
         token_id=int(entry["id"]),
         text=entry["content"],
-        is_markup=not entry.get("special", False),
+        is_markup=not entry.get("special", False) and not _BARRED.search(entry["content"]),
         eats_space_before=bool(entry.get("lstrip")),
         eats_space_after=bool(entry.get("rstrip")),
     )

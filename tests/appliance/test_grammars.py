@@ -13,7 +13,7 @@ from engine import api
 from engine.client import EngineClient
 from tests.fakes.engine import FakeEngine, GrammarCheck
 from tools_schema.formats.registry import get_format
-from tools_schema.structural_tag import parse_response_format
+from tools_schema.response_format import parse_response_format
 from tools_schema.tool_choice import parse_tool_choice
 from tools_schema.tool_spec import parse_tools
 

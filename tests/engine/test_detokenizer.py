@@ -78,7 +78,27 @@ def test_text_that_may_become_a_stop_is_held_until_it_cannot(tokenizer: Tokenize
 def test_control_tokens_leave_no_text_unless_asked(tokenizer: Tokenizer) -> None:
     ids = [1, *_ids(tokenizer, "a"), 2]
     assert Detokenizer(tokenizer).push(ids) == "a"
-    assert Detokenizer(tokenizer, with_control=True).push(ids) == "<|im_start|>a<|im_end|>"
+    every = tokenizer.control_ids
+    assert Detokenizer(tokenizer, shown_control=every).push(ids) == "<|im_start|>a<|im_end|>"
+    assert Detokenizer(tokenizer, shown_control=frozenset({1})).push(ids) == "<|im_start|>a"
+
+
+def test_a_shown_control_token_ends_what_was_held_and_is_no_stop_string(
+    tokenizer: Tokenizer,
+) -> None:
+    shown = frozenset({1})
+    for stops in (["a<|im"], ["|im_"], ["<"], ["ab"]):
+        detokenizer = Detokenizer(tokenizer, stops, shown_control=shown)
+        ids = [*_ids(tokenizer, "a"), 1, *_ids(tokenizer, "b")]
+        assert detokenizer.push(ids) == "a<|im_start|>b" and detokenizer.stop is None
+    cut_character = tokenizer.encode("\U0001f600")[:1]
+    detokenizer = Detokenizer(tokenizer, shown_control=shown)
+    assert detokenizer.push([*cut_character, 1]) == "\ufffd<|im_start|>"
+    detokenizer = Detokenizer(tokenizer, ["b"], shown_control=shown)
+    assert detokenizer.push([*_ids(tokenizer, "a"), 1, *_ids(tokenizer, "a", "b")]) == (
+        "a<|im_start|>a"
+    )
+    assert detokenizer.stop is not None and detokenizer.stop.num_tokens_kept == 3
 
 
 def test_an_empty_stop_string_is_refused(tokenizer: Tokenizer) -> None:

@@ -25,7 +25,7 @@ from tests.fakes.tool_samples import (
 from tools_schema.events import ParseProblem, TextDelta, ToolCallArgs, ToolCallEnd, ToolCallStart
 from tools_schema.formats.registry import get_format
 from tools_schema.rendering import CallText, render_calls
-from tools_schema.stream_parser import StreamParser
+from tools_schema.stream_parser import StreamParser, WholePart
 from tools_schema.tool_choice import parse_tool_choice
 
 HERMES, SMOL, LLAMA = get_format("hermes"), get_format("smollm2"), get_format("llama")
@@ -105,9 +105,21 @@ def test_a_call_without_arguments_has_an_empty_object() -> None:
 
 
 @pytest.mark.parametrize("marker", ["<", "<tool", "<tool_call", "a <tool_call "])
-def test_half_a_marker_is_text(marker: str) -> None:
-    for reason in ("stop", "length"):
-        assert text_of(parse(HERMES, f"see {marker}", reason=reason)) == f"see {marker}"
+def test_half_a_marker_is_text_where_the_model_ended_its_turn(marker: str) -> None:
+    assert text_of(parse(HERMES, f"see {marker}")) == f"see {marker}"
+
+
+@pytest.mark.parametrize(
+    ("marker", "is_text"), [("<", True), ("<to", True), ("<too", False), ("<tool_call", False)]
+)
+def test_a_turn_cut_in_a_marker_was_cut_in_a_call_once_it_is_no_accident(
+    marker: str, is_text: bool
+) -> None:
+    parser = parser_for(HERMES)
+    events = [*parser.feed(f"see \n{marker}".encode()), *parser.finish("length")]
+    assert text_of(events) == (f"see \n{marker}" if is_text else "see")
+    assert problems_of(events) == ([] if is_text else ["truncated_call"])
+    assert parser.whole_part == (None if is_text else WholePart(len("see")))
 
 
 @pytest.mark.parametrize("marker", ["<", "<tool", "<tool_call"])

@@ -10,6 +10,7 @@ import pytest
 
 from tests.fakes.grammar_oracle import accepts, accepts_prefix
 from tests.fakes.tool_samples import FLAGS, LIST, RAW_TOOLS, TIME, TOOLS, list_call, turn_text
+from tools_schema.call_grammar import Fallback
 from tools_schema.errors import (
     InvalidSchemaError,
     InvalidToolChoiceError,
@@ -18,12 +19,8 @@ from tools_schema.errors import (
 from tools_schema.formats.base import ToolFormat
 from tools_schema.formats.registry import FORMATS, get_format
 from tools_schema.rendering import CallText
-from tools_schema.structural_tag import (
-    Fallback,
-    GrammarPlan,
-    build_structural_tag,
-    parse_response_format,
-)
+from tools_schema.response_format import parse_response_format
+from tools_schema.structural_tag import GrammarPlan, build_structural_tag
 from tools_schema.tool_choice import parse_tool_choice
 from tools_schema.tool_spec import ToolSet, parse_tools
 

@@ -115,6 +115,11 @@ class ToolFormat:
         return not self.open_marker
 
     @property
+    def bare_begin(self) -> str:
+        """What a bare call begins with; empty where the arguments are no JSON beside a name."""
+        return f'{{"{self.body.name_key}": "' if isinstance(self.body, JsonBody) else ""
+
+    @property
     def call_marker(self) -> str:
         """What a call begins with, without its layout."""
         return self.call_begin.strip().split("\n")[0]
@@ -125,7 +130,7 @@ class ToolFormat:
         return self.section_begin.strip().split("\n")[0] or self.call_marker
 
     def markers(self) -> tuple[str, ...]:
-        """Every marker a model writes that is no text, without layout; for sampling masks."""
+        """Every marker a model writes that is no text, without layout."""
         found = [self.section_begin, self.section_end, self.call_begin, self.call_end]
         if isinstance(self.body, HeaderBody):
             found += [self.body.before_name, self.body.id_mark, self.body.after_name]
@@ -133,3 +138,13 @@ class ToolFormat:
             found += [self.reasoning.begin, self.reasoning.end]
         found += [self.optional_prefix, self.text_begin, *self.dropped]
         return tuple(dict.fromkeys(m.strip() for m in found if m.strip()))
+
+    def grammar_texts(self) -> tuple[str, ...]:
+        """Every text of this format that its grammar writes: where control tokens may be."""
+        found = [*self.markers(), *(self.preamble or ()), self.lead, self.separator]
+        if isinstance(self.body, HeaderBody) and self.body.params is not None:
+            style = self.body.params
+            found += [style.begin, style.after_key, style.end, style.type_mark or ""]
+        if self.reasoning is not None:
+            found += [self.reasoning.layout_after_begin, self.reasoning.layout_after_end]
+        return tuple(found)
