@@ -9,13 +9,13 @@ HTTP, grammars.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.text.assets import TextAssets
 from engine.text.errors import TextError
 from sessions.items import Compaction, FunctionCall, FunctionCallOutput, Item, Message
-from sessions.token_codec import encode_ids
+from sessions.token_codec import count, encode_ids
 from tools_schema.formats.base import ToolFormat
 from tools_schema.rendering import (
     CallText,
@@ -27,6 +27,9 @@ from tools_schema.rendering import (
 from tools_schema.tool_spec import ToolSet, ToolSpec
 
 TemplateMessage = dict[str, Any]
+SUMMARY_OPENING = "Summary of the conversation so far:\n\n"
+LEFT_OUT = "Earlier messages of this conversation were left out."
+USER_PROBE = "Go on."
 PROBE_TOOLS = ToolSet((ToolSpec(name="qprobetoolq"),))
 
 
@@ -40,10 +43,11 @@ class RenderedInput:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a conversation starts with."""
+    """What a conversation starts with, and what its template is told besides (`options`)."""
 
     instructions: str | None
     toolset: ToolSet
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,11 @@ class PromptRenderer:
         if not messages or not self._stands_alone[len(head.toolset) > 0]:
             return b""
         tools = self._tools(head.toolset)
-        return encode_ids(self._template.render(messages, tools=tools, add_generation_prompt=False))
+        return encode_ids(
+            self._template.render(
+                messages, tools=tools, add_generation_prompt=False, **head.options
+            )
+        )
 
     def render_turn(
         self,
@@ -120,6 +128,57 @@ class PromptRenderer:
         return RenderedInput(
             token_ids=encode_ids(ids), item_token_ends=tuple(ends) if exact else ()
         )
+
+    def render_before(
+        self, items: Sequence[Item], head: Head, *, role: str | None, kept_behind: bool | None
+    ) -> RenderedInput:
+        """Render items that are put in front of ids which stay as they are.
+
+        Args:
+            role: of the message in front of the items.
+            kept_behind: what the first of those ids were rendered behind: an assistant's message
+                with its end-of-turn token (True) or without (False), or something else (None).
+        """
+        names = {i.call_id: i.name for i in items if isinstance(i, FunctionCall)}
+        rendered = self.render_turn(
+            HistoryEnd(role=role, call_names=names), items, head, add_generation_prompt=False
+        )
+        if kept_behind is None:
+            return rendered
+        # Those ids begin with what closes an assistant's message: it would be there twice.
+        closing = encode_ids(
+            self._template.render_append(
+                ("assistant",),
+                [],
+                add_generation_prompt=False,
+                assistant_closed=kept_behind,
+                **head.options,
+            )
+        )
+        ids = rendered.token_ids.removesuffix(closing)
+        ends = tuple(min(end, count(ids)) for end in rendered.item_token_ends)
+        return RenderedInput(token_ids=ids, item_token_ends=ends)
+
+    def generation_prompt(self, role: str | None, head: Head) -> bytes:
+        """Return what asks for an answer behind a message of this role."""
+        return encode_ids(self._append(role, [], head, True, True))
+
+    def render_spoken(
+        self, role: str | None, items: Sequence[Item], head: Head, is_closed: bool
+    ) -> bytes | None:
+        """Render an answer as it reads once the user has spoken again, behind a message of `role`.
+
+        It ends with its end-of-turn token, or (not `is_closed`) in front of that. None where the
+        template gives it no end that could be told.
+        """
+        if role is None:
+            return None
+        user: TemplateMessage = {"role": "user", "content": USER_PROBE}
+        messages = [m for group in self._groups(items, {}) for m in group.messages]
+        spoken = messages or [{"role": "assistant", "content": ""}]
+        whole = encode_ids(self._append(role, [*spoken, user], head, True, False))
+        behind = encode_ids(self._append("assistant", [user], head, is_closed, False))
+        return whole.removesuffix(behind) if whole.endswith(behind) else None
 
     def role_of(self, last: Item | None, has_tokens: bool) -> str | None:
         """Return the template role of a history whose last item is `last`."""
@@ -186,6 +245,7 @@ class PromptRenderer:
                 messages,
                 add_generation_prompt=add_generation_prompt,
                 assistant_closed=is_closed,
+                **head.options,
             )
         if not messages:
             return []
@@ -193,6 +253,7 @@ class PromptRenderer:
             [*self._head_messages(head), *messages],
             tools=self._tools(head.toolset),
             add_generation_prompt=add_generation_prompt,
+            **head.options,
         )
 
     def _probe_head(self, toolset: ToolSet) -> bool:
@@ -265,7 +326,11 @@ class PromptRenderer:
                 ]
             )
         if isinstance(first, Compaction):
-            return [{"role": "user", "content": item.summary} for item in items]  # type: ignore[union-attr]
+            return [
+                {"role": "user", "content": compaction_text(item)}
+                for item in items
+                if isinstance(item, Compaction)
+            ]
         text = "".join(item.text for item in items if isinstance(item, Message))
         calls = [
             CallText(name=item.name, arguments=item.arguments, call_id=item.call_id)
@@ -332,6 +397,11 @@ class PromptRenderer:
                     {"role": _template_role(message["role"]), "content": message["content"]}
                 )
         return rendered + (self._result_messages(results) if results else [])
+
+
+def compaction_text(item: Compaction) -> str:
+    """What the model reads where older items were: their summary, or that there is none."""
+    return SUMMARY_OPENING + item.summary if item.summary else LEFT_OUT
 
 
 def _template_role(role: str) -> str:

@@ -22,6 +22,14 @@ class OpenCall:
     name: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialOutput:
+    """What a tool that still runs has put out so far; no part of the history yet."""
+
+    call_id: str
+    text: str
+
+
 def resolve_calls(
     open_calls: Sequence[OpenCall], items: Iterable[Item], *, path: str = "input"
 ) -> tuple[OpenCall, ...]:
@@ -56,6 +64,7 @@ def close_calls(
     *,
     auto_close_calls: bool = False,
     allow_open_calls: bool = False,
+    partial_outputs: Sequence[PartialOutput] = (),
     path: str = "input",
 ) -> tuple[Item, ...]:
     """Check new items against the open calls; see `Session.prepare_input`."""
@@ -68,10 +77,12 @@ def close_calls(
     if not auto_close_calls:
         raise UnresolvedToolCalls([call.call_id for call in blocking], param=path)
     newer = tuple(call for call in blocking if call not in older)
-    return (*map(_interrupted, older), *items, *map(_interrupted, newer))
+    texts = {partial.call_id: partial.text for partial in partial_outputs}
+    closed = {call: _interrupted(call, texts.get(call.call_id, "")) for call in blocking}
+    return (*(closed[call] for call in older), *items, *(closed[call] for call in newer))
 
 
-def _interrupted(call: OpenCall) -> FunctionCallOutput:
+def _interrupted(call: OpenCall, text: str) -> FunctionCallOutput:
     return FunctionCallOutput(
-        id=new_id("item"), call_id=call.call_id, output="", status="interrupted"
+        id=new_id("item"), call_id=call.call_id, output=text, status="interrupted"
     )

@@ -16,7 +16,7 @@ from sessions.calls import open_calls_of
 from sessions.errors import SettingError
 from sessions.ids import new_id
 from sessions.leases import clipped
-from sessions.session import Session, UsageTotals, rest_status, validate_metadata
+from sessions.session import Session, UsageTotals, rest_status, still_open, validate_metadata
 from sessions.turn_log import TURN, Cut, LogSpan, Record, TurnLog
 
 MAX_FORKS: Final = 32
@@ -80,6 +80,18 @@ def replace_history(
     return moved, own
 
 
+def retokenised(
+    session: Session, log: TurnLog, records: Sequence[Record], now_ms: int, *, keep_records: int
+) -> tuple[Session, tuple[Record, ...]]:
+    """The same items in other tokens from record `keep_records` on: the revision stays.
+
+    Returns the session and the records of its new log.
+    """
+    session.check_ready(now_ms)
+    moved = on_history(session, log.records[:keep_records], tuple(records), now_ms)
+    return replace(moved, revision=session.revision), tuple(records)
+
+
 def cut_spans(spans: Iterable[LogSpan], num_records: int) -> tuple[LogSpan, ...]:
     """The spans of the first `num_records` records. Raises ValueError if they hold fewer."""
     kept: list[LogSpan] = []
@@ -123,6 +135,7 @@ def on_history(
         num_tokens=num_tokens,
         num_items=len(items),
         open_calls=open_calls,
+        partial_outputs=still_open(session.partial_outputs, open_calls),
         last_turn=turns[-1] if turns else None,
     )
     return replace(moved, leases=clipped(moved.leases, num_tokens))
@@ -143,6 +156,7 @@ def _child(
         version=0,
         usage=UsageTotals(),
         leases=(),
+        partial_outputs=(),
         current_turn=None,
         error=None,
         metadata=dict(metadata),

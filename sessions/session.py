@@ -12,6 +12,7 @@ Invariants:
   - without a turn, status is "requires_action" exactly while calls are open, unless suspended,
     expired or failed;
   - open_calls lists the calls of the history without an output, oldest first;
+    partial_outputs belong to open calls;
   - the history is the records of `lineage`, then the first `log_len` records of `log_id`;
     num_tokens is the length of their token ids.
 """
@@ -22,13 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from sessions.calls import OpenCall, close_calls, resolve_calls
+from sessions.calls import OpenCall, PartialOutput, close_calls, resolve_calls
 from sessions.errors import (
     LeaseNotFound,
     RevisionConflict,
     SessionExpired,
     SettingError,
     TurnInProgress,
+    UnknownCallId,
 )
 from sessions.ids import new_id
 from sessions.items import FunctionCall, Item
@@ -87,6 +89,7 @@ class Session:
     num_tokens: int = 0
     num_items: int = 0
     open_calls: tuple[OpenCall, ...] = ()
+    partial_outputs: tuple[PartialOutput, ...] = ()
     current_turn: str | None = None
     last_turn: str | None = None
     usage: UsageTotals = field(default_factory=UsageTotals)
@@ -117,7 +120,8 @@ class Session:
         """Check new items against the open calls, before they are rendered.
 
         With `auto_close_calls`, calls left without an output get one that says `interrupted`, in
-        front of the new items (results belong right behind their calls). With `allow_open_calls`,
+        front of the new items (results belong right behind their calls), with what they had put out
+        so far. With `allow_open_calls`,
         outputs may come one by one, as long as nothing but outputs comes.
 
         Raises `UnknownCallId`, `UnresolvedToolCalls`.
@@ -127,6 +131,7 @@ class Session:
             items,
             auto_close_calls=auto_close_calls,
             allow_open_calls=allow_open_calls,
+            partial_outputs=self.partial_outputs,
             path=path,
         )
 
@@ -187,6 +192,20 @@ class Session:
         self.check_ready(now_ms, expect_revision=expect_revision)
         self.prepare_input(record.input_items, allow_open_calls=True)
         return self._with_record(record, now_ms)
+
+    def partial_output(self, call_id: str) -> str:
+        """What an open call has put out so far. Raises `UnknownCallId`."""
+        if call_id not in self.open_call_ids:
+            raise UnknownCallId(call_id, param="call_id", open_call_ids=self.open_call_ids)
+        texts = (p.text for p in self.partial_outputs if p.call_id == call_id)
+        return next(texts, "")
+
+    def with_partial_output(self, call_id: str, text: str, now_ms: int) -> Session:
+        """Set what an open call has put out so far; the history stays. Raises `UnknownCallId`."""
+        self.partial_output(call_id)
+        others = tuple(p for p in self.partial_outputs if p.call_id != call_id)
+        partial = PartialOutput(call_id=call_id, text=text)
+        return self.touched(now_ms, partial_outputs=(*others, partial))
 
     def check_ready(self, now_ms: int, *, expect_revision: int | None = None) -> None:
         """Raise unless the history may grow now and is where the client expects it."""
@@ -286,6 +305,7 @@ class Session:
             num_tokens=self.num_tokens + record.num_tokens,
             num_items=self.num_items + len(record.items),
             open_calls=open_calls,
+            partial_outputs=still_open(self.partial_outputs, open_calls),
         )
 
     def touched(self, now_ms: int, **changes: Any) -> Session:
@@ -384,6 +404,14 @@ def validate_metadata(metadata: Mapping[str, object]) -> None:
             raise SettingError(
                 f"{path}: keys hold 1 to 64 characters, values up to 512", param=path
             )
+
+
+def still_open(
+    partial_outputs: Sequence[PartialOutput], open_calls: Sequence[OpenCall]
+) -> tuple[PartialOutput, ...]:
+    """The partial outputs whose calls are still open."""
+    open_ids = {call.call_id for call in open_calls}
+    return tuple(partial for partial in partial_outputs if partial.call_id in open_ids)
 
 
 def rest_status(open_calls: Sequence[OpenCall]) -> str:

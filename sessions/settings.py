@@ -24,6 +24,7 @@ MUTABLE: Final = (
     "tools",
     "tool_choice",
     "hold",
+    "reasoning",
     "context",
     "on_conflict",
     "on_disconnect",
@@ -31,7 +32,7 @@ MUTABLE: Final = (
     "expires_after_ms",
 )
 # Changing one of these rewrites the head of the history, so the session must be idle.
-HEAD_SETTINGS: Final = ("instructions", "tools")
+HEAD_SETTINGS: Final = ("instructions", "tools", "reasoning")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

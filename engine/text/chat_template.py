@@ -26,7 +26,7 @@ from engine.text.placeholders import (
     unused_mark,
     with_parsed_arguments,
 )
-from engine.text.template_env import TemplateRefusal, compile_template
+from engine.text.template_env import TemplateRefusal, compile_template, variables_of
 from engine.text.tokenizer import Tokenizer
 
 
@@ -45,6 +45,7 @@ class ChatTemplate:
         self.source = source
         self._tokenizer = tokenizer
         self._template = compile_template(source)
+        self.variable_names = variables_of(source)
         self._variables = dict(variables or {})
         added = tokenizer.added_tokens
         self._guard_all = Neutraliser(added)

@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -37,6 +37,18 @@ class TemplateRefusal(Exception):
 
 def compile_template(source: str) -> jinja2.Template:
     """Compile a chat template. Raises ChatTemplateError with the line of a syntax error."""
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ChatTemplateError(f"chat_template line {error.lineno}: {error.message}") from error
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """The names that a template that compiles takes from outside."""
+    return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -45,10 +57,7 @@ def compile_template(source: str) -> jinja2.Template:
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(f"chat_template line {error.lineno}: {error.message}") from error
+    return environment
 
 
 def _tojson(
