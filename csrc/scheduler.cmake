@@ -14,13 +14,18 @@ add_library(moorage_scheduler STATIC
   requests/transitions.cpp
   schedule/admission.cpp
   schedule/commit.cpp
+  schedule/elsewhere.cpp
   schedule/intake.cpp
   schedule/integrity.cpp
   schedule/leases.cpp
+  schedule/moves.cpp
   schedule/planning.cpp
+  schedule/probes.cpp
   schedule/transfers.cpp
   schedule/wait_queue.cpp
   tiers/lower_tiers.cpp
+  tiers/tickets.cpp
+  tiers/write_through.cpp
 )
 target_include_directories(moorage_scheduler PUBLIC "${CMAKE_CURRENT_SOURCE_DIR}")
 target_compile_options(moorage_scheduler PUBLIC -Wall -Wextra -Werror=return-type)

@@ -24,6 +24,10 @@ class SchedulerConfig:
         tenant_lease_percent: int = 25,  # of the pool, where several tenants hold leases
         num_l2_pages: int = 0,  # of the host pool; 0: one tier only
         use_l3: bool = False,  # full pages go on to the store, and are fetched from it
+        num_l3_pages: int = 1 << 22,  # of the store: names remembered, the pool its leases share
+        probe_l3: bool = False,  # plans ask what L3 has behind a new prompt's known hit
+        l3_wait_ms: int = 0,  # how long a request waits for that answer; 0: best effort, not at all
+        max_preemptions: int = 2,  # times a request gives its place to a better class; 0: never
     ) -> None: ...
     page_size: int
     num_pages: int
@@ -39,6 +43,10 @@ class SchedulerConfig:
     tenant_lease_percent: int
     num_l2_pages: int
     use_l3: bool
+    num_l3_pages: int
+    probe_l3: bool
+    l3_wait_ms: int
+    max_preemptions: int
 
 class RequestSpec:
     def __init__(
@@ -53,6 +61,8 @@ class RequestSpec:
         expected_return: float = 0.5,  # chance that prompt + output is continued: eviction value
         num_draft_tokens: int = 0,  # a decode row has up to 1 + that many tokens, drafts as -1
         remote_prefill: bool = False,  # another engine computes the prompt, see Admission.remote
+        l3_wait_ms: int = -1,  # -1: as configured
+        send_kv: bool = False,  # another engine goes on: the KV stays until SendDone, see Send
     ) -> None: ...
     request_id: int
     token_ids: NDArray[np.int32]
@@ -63,6 +73,8 @@ class RequestSpec:
     expected_return: float
     num_draft_tokens: int
     remote_prefill: bool
+    l3_wait_ms: int
+    send_kv: bool
 
 class StepDone:
     """Results of one planned step, arrays in the plan's row order.
@@ -105,7 +117,22 @@ class RemotePrefill:
     request_id: int
     ok: bool
 
-Event = StepDone | Abort | TransferAck | RemotePrefill
+class ProbeDone:
+    """The first num_pages of the pages a plan asked for are in L3. Each probe is answered once, 0
+    where nothing is known; requests that wait for it wait no longer than their l3_wait_ms."""
+
+    def __init__(self, *, probe_id: int, num_pages: int) -> None: ...
+    probe_id: int
+    num_pages: int
+
+class SendDone:
+    """The other engine reads a request's KV no longer (see Send); ok: it has it all."""
+
+    def __init__(self, *, request_id: int, ok: bool) -> None: ...
+    request_id: int
+    ok: bool
+
+Event = StepDone | Abort | TransferAck | RemotePrefill | ProbeDone | SendDone
 
 def fsm_table() -> list[tuple[str, str, str]]:
     """Every (state, event, next state), next state "" where the pair is illegal."""
@@ -161,7 +188,31 @@ class Plan:
     # A plan without rows (step_id -1) may have moves. Write-backs read what earlier steps wrote.
     moves: NDArray[np.int64]
     move_hashes: NDArray[np.uint8]  # [M, 16]
+    # Probe p asks which leading pages of probe_hashes[probe_indptr[p]:probe_indptr[p + 1]] are in
+    # L3; to be answered by ProbeDone. A plan without rows may ask.
+    probe_ids: NDArray[np.int64]  # [P]
+    probe_indptr: NDArray[np.int32]  # [P + 1]; empty where P is 0
+    probe_hashes: NDArray[np.uint8]  # [H, 16]
     retracted: list[int]  # request ids that gave their pages back and wait again
+
+class Send:
+    """A request with send_kv has finished here: another engine may read the KV of its first
+    num_tokens from these pages, which stay until SendDone. Then it is Ended: finished, or failed if
+    the other engine did not take it. An abort before that waits for SendDone too."""
+
+    request_id: int
+    slot: int
+    num_tokens: int
+    pages: NDArray[np.int32]
+    page_hashes: bytes  # of the full ones
+
+class MoveResult:
+    """Where the full pages of a prefix stand; there + pending + missing == all their tokens."""
+
+    tokens_there: int  # in the target tier
+    tokens_pending: int  # in tickets, or waiting for room: the order stands until they are there
+    tokens_missing: int  # in no tier they could come from
+    num_pages: int  # this call set moving (l1), freed from L1 (l2, l3), or dropped (none)
 
 class KvEvent:
     kind: str  # stored | moved | removed
@@ -180,7 +231,8 @@ class LeaseGrant:
     reason: str
 
 class LeaseEvent:
-    """kind: granted | clipped | denied (was queued), revoked (pressure cut it), expired."""
+    """kind: granted | clipped | denied (was queued), demoted (pressure: it covers that much in L2
+    from now on), revoked (pressure or a failed transfer cut it), expired."""
 
     lease_id: int
     kind: str
@@ -198,9 +250,12 @@ class TreeNode:
     first_token_ids: NDArray[np.int32]
 
 class PrefixHit:
+    """Tokens by the nearest tier that has them; pending: in pages on their way, or to be moved."""
+
     l1: int
     l2: int
     l3: int
+    pending: int
 
 class Scheduler:
     """Single-threaded. A step may be planned before the results of the one before it are in."""
@@ -220,13 +275,40 @@ class Scheduler:
         """Free what of this prefix nobody uses or shares, from keep_tokens on; returns pages."""
 
     def hint_prefix(
-        self, token_ids: NDArray[np.int32], expected_return: float, salt: str = ""
+        self,
+        token_ids: NDArray[np.int32],
+        expected_return: float,
+        salt: str = "",
+        *,
+        l1_until_ms: int = 0,
+        l2_until_ms: int = 0,
+        l3_until_ms: int = 0,
     ) -> int:
-        """Say how likely the end of a cached prefix is to be continued; returns tokens found."""
+        """Say how likely the end of a cached prefix is to be continued; returns tokens found.
 
-    def move(self, token_ids: NDArray[np.int32], tier: str, salt: str = "") -> int:
-        """Prefetch (l1), demote (l2) or forget (none) a prefix; returns pages on their way,
-        freed from L1, or dropped."""
+        Until a tier's deadline (0: no wish) the prefix is worth more there, no promise (that is a
+        lease). When L1's passes, an idle end goes to L2; when L2's passes, what L3 has of it leaves
+        L2; when L3's passes, it is forgotten there (KvEvent removed l3). A new hint replaces all.
+        """
+
+    def set_costs(
+        self,
+        *,
+        l2_us_per_page: float = 0.0,  # L2 -> L1
+        l3_us_per_page: float = 0.0,  # L3 -> L2
+        prefill_us_per_token: float = 0.0,  # at the start of a context; 0: unknown, always fetch
+    ) -> None:
+        """Measured speeds: a request fetches only what is there sooner than it would be computed,
+        and waits for a fetch no longer than computing would take."""
+
+    def move(self, token_ids: NDArray[np.int32], tier: str, salt: str = "") -> MoveResult:
+        """Bring the full pages of a prefix to a tier: l1 (prefetch, through L2), l2 (down from L1
+        and up from L3), l3 (stored where they are not), none (forgotten everywhere).
+
+        What lies above l2 or l3 is let go of then, unless it is used or leased. What cannot be had
+        at once stays a standing order that next_plan works on; the same call says how far it is. A
+        call with another tier replaces the order.
+        """
 
     def adopt(
         self,
@@ -252,10 +334,17 @@ class Scheduler:
         salt: str = "",
         tier: str = "l1",
     ) -> LeaseGrant:
-        """Promise to evict a prefix last, until a deadline. A lease of the same id is replaced."""
+        """Promise to evict a prefix last (l1) or not at all (l2, l3), until a deadline.
+
+        It covers what of the prefix the tier has (l2: or L1, which is sent down). A lease of the
+        same id is replaced.
+        """
 
     def release(self, lease_id: int) -> bool:
         """End a lease, granted or queued; False if there is none of that id."""
+
+    def drain_sends(self) -> list[Send]:
+        """Requests that finished since the last call and whose KV waits to be read."""
 
     def drain_lease_events(self) -> list[LeaseEvent]: ...
     def drain_kv_events(self) -> list[KvEvent]: ...

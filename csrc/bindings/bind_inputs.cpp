@@ -46,12 +46,13 @@ void make_step_done(StepDone* self, std::int64_t step_id, const InArray1<std::in
 void make_spec(RequestSpec* self, std::int64_t request_id, const InArray1<TokenId>& token_ids,
                std::int64_t max_new_tokens, std::int64_t priority, std::string tenant,
                std::string salt, double expected_return, std::int32_t num_draft_tokens,
-               bool remote_prefill) {
+               bool remote_prefill, std::int64_t l3_wait_ms, bool send_kv) {
   new (self) RequestSpec{RequestId{request_id}, copy<TokenId>(token_ids),
                          max_new_tokens,        priority,
                          std::move(tenant),     std::move(salt),
                          as_permille("expected_return", expected_return),
-                         num_draft_tokens,      remote_prefill};
+                         num_draft_tokens,      remote_prefill,
+                         l3_wait_ms,            send_kv};
 }
 
 void bind_config(nb::module_& module) {
@@ -64,12 +65,15 @@ void bind_config(nb::module_& module) {
              std::string model_fingerprint, std::int64_t ageing_ms,
              std::int64_t suffix_us_per_token, std::string eviction, std::int32_t attention_len,
              std::int32_t lease_percent, std::int32_t tenant_lease_percent,
-             std::int32_t num_l2_pages, bool use_l3) {
+             std::int32_t num_l2_pages, bool use_l3, std::int32_t num_l3_pages, bool probe_l3,
+             std::int64_t l3_wait_ms, std::int32_t max_preemptions) {
             SchedulerConfig config{page_size,           num_pages,     max_slots,
                                    max_context_len,     token_budget,  std::move(model_fingerprint),
                                    ageing_ms,           suffix_us_per_token,
                                    std::move(eviction), attention_len, lease_percent,
-                                   tenant_lease_percent, num_l2_pages, use_l3};
+                                   tenant_lease_percent, num_l2_pages, use_l3,
+                                   num_l3_pages,        probe_l3,      l3_wait_ms,
+                                   max_preemptions};
             config.validate();
             new (self) SchedulerConfig(std::move(config));
           },
@@ -82,7 +86,10 @@ void bind_config(nb::module_& module) {
           nb::arg("attention_len") = defaults.attention_len,
           nb::arg("lease_percent") = defaults.lease_percent,
           nb::arg("tenant_lease_percent") = defaults.tenant_lease_percent,
-          nb::arg("num_l2_pages") = defaults.num_l2_pages, nb::arg("use_l3") = defaults.use_l3)
+          nb::arg("num_l2_pages") = defaults.num_l2_pages, nb::arg("use_l3") = defaults.use_l3,
+          nb::arg("num_l3_pages") = defaults.num_l3_pages,
+          nb::arg("probe_l3") = defaults.probe_l3, nb::arg("l3_wait_ms") = defaults.l3_wait_ms,
+          nb::arg("max_preemptions") = defaults.max_preemptions)
       .def_ro("page_size", &SchedulerConfig::page_size)
       .def_ro("num_pages", &SchedulerConfig::num_pages)
       .def_ro("max_slots", &SchedulerConfig::max_slots)
@@ -96,7 +103,11 @@ void bind_config(nb::module_& module) {
       .def_ro("lease_percent", &SchedulerConfig::lease_percent)
       .def_ro("tenant_lease_percent", &SchedulerConfig::tenant_lease_percent)
       .def_ro("num_l2_pages", &SchedulerConfig::num_l2_pages)
-      .def_ro("use_l3", &SchedulerConfig::use_l3);
+      .def_ro("use_l3", &SchedulerConfig::use_l3)
+      .def_ro("num_l3_pages", &SchedulerConfig::num_l3_pages)
+      .def_ro("probe_l3", &SchedulerConfig::probe_l3)
+      .def_ro("l3_wait_ms", &SchedulerConfig::l3_wait_ms)
+      .def_ro("max_preemptions", &SchedulerConfig::max_preemptions);
 }
 
 }  // namespace
@@ -107,7 +118,8 @@ void bind_inputs(nb::module_& module) {
       .def("__init__", &make_spec, nb::kw_only(), nb::arg("request_id"),
            nb::arg("token_ids").noconvert(), nb::arg("max_new_tokens"), nb::arg("priority") = 0,
            nb::arg("tenant") = "default", nb::arg("salt") = "", nb::arg("expected_return") = 0.5,
-           nb::arg("num_draft_tokens") = 0, nb::arg("remote_prefill") = false)
+           nb::arg("num_draft_tokens") = 0, nb::arg("remote_prefill") = false,
+           nb::arg("l3_wait_ms") = -1, nb::arg("send_kv") = false)
       .def_prop_ro("request_id", [](const RequestSpec& self) { return self.request_id.value; })
       .def_prop_ro("token_ids",
                    [](nb::handle_t<RequestSpec> self) {
@@ -120,7 +132,9 @@ void bind_inputs(nb::module_& module) {
       .def_prop_ro("expected_return",
                    [](const RequestSpec& self) { return self.return_permille / 1000.0; })
       .def_ro("num_draft_tokens", &RequestSpec::num_draft_tokens)
-      .def_ro("remote_prefill", &RequestSpec::remote_prefill);
+      .def_ro("remote_prefill", &RequestSpec::remote_prefill)
+      .def_ro("l3_wait_ms", &RequestSpec::l3_wait_ms)
+      .def_ro("send_kv", &RequestSpec::send_kv);
   nb::class_<StepDone>(module, "StepDone")
       .def("__init__", &make_step_done, nb::kw_only(), nb::arg("step_id"),
            nb::arg("num_accepted").noconvert(), nb::arg("token_ids").noconvert(),
@@ -171,6 +185,24 @@ void bind_inputs(nb::module_& module) {
       .def_prop_ro("request_id",
                    [](const RemotePrefillInput& self) { return self.request_id.value; })
       .def_ro("ok", &RemotePrefillInput::ok);
+  nb::class_<ProbeDoneInput>(module, "ProbeDone")
+      .def(
+          "__init__",
+          [](ProbeDoneInput* self, std::int64_t probe_id, std::int64_t num_pages) {
+            new (self) ProbeDoneInput{probe_id, num_pages};
+          },
+          nb::kw_only(), nb::arg("probe_id"), nb::arg("num_pages"))
+      .def_ro("probe_id", &ProbeDoneInput::probe_id)
+      .def_ro("num_pages", &ProbeDoneInput::num_pages);
+  nb::class_<SendDoneInput>(module, "SendDone")
+      .def(
+          "__init__",
+          [](SendDoneInput* self, std::int64_t request_id, bool ok) {
+            new (self) SendDoneInput{RequestId{request_id}, ok};
+          },
+          nb::kw_only(), nb::arg("request_id"), nb::arg("ok"))
+      .def_prop_ro("request_id", [](const SendDoneInput& self) { return self.request_id.value; })
+      .def_ro("ok", &SendDoneInput::ok);
 }
 
 }  // namespace moorage

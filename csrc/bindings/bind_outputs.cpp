@@ -20,6 +20,15 @@ void def_array(nb::class_<PlanView>& plan, const char* name) {
   });
 }
 
+template <auto Field>
+void def_hashes(nb::class_<PlanView>& plan, const char* name) {
+  plan.def_prop_ro(name, [](nb::handle_t<PlanView> self) {
+    const auto& hashes = (*nb::cast<const PlanView&>(self).plan).*Field;
+    const std::size_t shape[] = {hashes.size(), sizeof(PageHash)};
+    return OutArray<std::uint8_t>(hashes.empty() ? nullptr : hashes[0].data(), 2, shape, self);
+  });
+}
+
 void bind_plan(nb::module_& module) {
   nb::class_<Admission>(module, "Admission")
       .def_ro("request_id", &Admission::request_id)
@@ -43,16 +52,42 @@ void bind_plan(nb::module_& module) {
   def_array<&Plan::slot_mapping>(plan, "slot_mapping");
   def_array<&Plan::page_deltas>(plan, "page_deltas");
   def_array<&Plan::page_copies>(plan, "page_copies");
+  def_array<&Plan::probe_ids>(plan, "probe_ids");
+  def_array<&Plan::probe_indptr>(plan, "probe_indptr");
   plan.def_prop_ro("moves", [](nb::handle_t<PlanView> self) {
     const auto& moves = nb::cast<const PlanView&>(self).plan->moves;
     const std::size_t shape[] = {moves.size(), 6};
     return OutArray<std::int64_t>(moves.empty() ? nullptr : moves[0].data(), 2, shape, self);
   });
-  plan.def_prop_ro("move_hashes", [](nb::handle_t<PlanView> self) {
-    const auto& hashes = nb::cast<const PlanView&>(self).plan->move_hashes;
-    const std::size_t shape[] = {hashes.size(), sizeof(PageHash)};
-    return OutArray<std::uint8_t>(hashes.empty() ? nullptr : hashes[0].data(), 2, shape, self);
-  });
+  def_hashes<&Plan::move_hashes>(plan, "move_hashes");
+  def_hashes<&Plan::probe_hashes>(plan, "probe_hashes");
+}
+
+nb::bytes joined(const std::vector<PageHash>& hashes) {
+  return nb::bytes(reinterpret_cast<const char*>(hashes.data()), hashes.size() * sizeof(PageHash));
+}
+
+void bind_send(nb::module_& module) {
+  nb::class_<Send>(module, "Send")
+      .def_ro("request_id", &Send::request_id)
+      .def_ro("slot", &Send::slot)
+      .def_ro("num_tokens", &Send::num_tokens)
+      .def_prop_ro("pages",
+                   [](nb::handle_t<Send> self) {
+                     const auto& pages = nb::cast<const Send&>(self).pages;
+                     const std::size_t shape[] = {pages.size()};
+                     return OutArray<std::int32_t>(pages.empty() ? nullptr : &pages[0].value, 1,
+                                                   shape, self);
+                   })
+      .def_prop_ro("page_hashes", [](const Send& self) { return joined(self.page_hashes); });
+}
+
+void bind_move_result(nb::module_& module) {
+  nb::class_<MoveResult>(module, "MoveResult")
+      .def_ro("tokens_there", &MoveResult::tokens_there)
+      .def_ro("tokens_pending", &MoveResult::tokens_pending)
+      .def_ro("tokens_missing", &MoveResult::tokens_missing)
+      .def_ro("num_pages", &MoveResult::num_pages);
 }
 
 void bind_ended(nb::module_& module) {
@@ -61,10 +96,8 @@ void bind_ended(nb::module_& module) {
       .def_prop_ro("status", [](const EndedRequest& self) { return name_of(self.status); })
       .def_ro("message", &EndedRequest::message)
       .def_ro("num_cached_tokens", &EndedRequest::num_cached_tokens)
-      .def_prop_ro("page_hashes", [](const EndedRequest& self) {
-        return nb::bytes(reinterpret_cast<const char*>(self.page_hashes.data()),
-                         self.page_hashes.size() * sizeof(PageHash));
-      });
+      .def_prop_ro("page_hashes",
+                   [](const EndedRequest& self) { return joined(self.page_hashes); });
 }
 
 void bind_leases(nb::module_& module) {
@@ -89,7 +122,8 @@ void bind_cache_views(nb::module_& module) {
   nb::class_<PrefixDepth>(module, "PrefixHit")
       .def_ro("l1", &PrefixDepth::l1)
       .def_ro("l2", &PrefixDepth::l2)
-      .def_ro("l3", &PrefixDepth::l3);
+      .def_ro("l3", &PrefixDepth::l3)
+      .def_ro("pending", &PrefixDepth::pending);
   nb::class_<TreeNodeView>(module, "TreeNode")
       .def_ro("node_id", &TreeNodeView::node_id)
       .def_ro("parent_id", &TreeNodeView::parent_id)
@@ -132,6 +166,7 @@ const char* name_of(LeaseEventKind kind) {
   switch (kind) {
     case LeaseEventKind::kGranted: return "granted";
     case LeaseEventKind::kClipped: return "clipped";
+    case LeaseEventKind::kDemoted: return "demoted";
     case LeaseEventKind::kRevoked: return "revoked";
     case LeaseEventKind::kExpired: return "expired";
     case LeaseEventKind::kDenied: return "denied";
@@ -160,6 +195,8 @@ const char* name_of(Tier tier) {
 void bind_outputs(nb::module_& module) {
   bind_plan(module);
   bind_ended(module);
+  bind_send(module);
+  bind_move_result(module);
   bind_leases(module);
   bind_cache_views(module);
 }

@@ -43,8 +43,14 @@ struct BoundScheduler {
         events.push_back(nb::cast<const RemotePrefillInput&>(event));
       } else if (nb::isinstance<TransferAckInput>(event)) {
         events.push_back(nb::cast<const TransferAckInput&>(event));
+      } else if (nb::isinstance<ProbeDoneInput>(event)) {
+        events.push_back(nb::cast<const ProbeDoneInput&>(event));
+      } else if (nb::isinstance<SendDoneInput>(event)) {
+        events.push_back(nb::cast<const SendDoneInput&>(event));
       } else {
-        throw nb::type_error("advance: an event is a StepDone, an Abort or a TransferAck");
+        throw nb::type_error(
+            "advance: an event is a StepDone, an Abort, a TransferAck, a RemotePrefill, a "
+            "ProbeDone or a SendDone");
       }
     }
     return scheduler.advance(events);
@@ -105,6 +111,16 @@ nb::dict stats(const BoundScheduler& self) {
   out["loaded_pages"] = counts.num_loaded_pages;
   out["l2_cached_prompt_tokens"] = counts.num_l2_cached_tokens;
   out["l3_cached_prompt_tokens"] = counts.num_l3_cached_tokens;
+  out["leaving_for_send"] = scheduler.num_sending();
+  out["preemptions"] = counts.num_preemptions;
+  out["evicted_l2_pages"] = tiers.num_evicted();
+  out["leased_l2_pages"] = tiers.num_leased(Tier::kL2);
+  out["leased_l3_pages"] = tiers.num_leased(Tier::kL3);
+  out["move_orders"] = scheduler.num_orders();
+  out["probes"] = counts.num_probes;
+  out["probes_open"] = scheduler.num_probes_open();
+  out["probe_hit_pages"] = counts.num_probe_hits;
+  out["declined_pages"] = counts.num_declined_pages;
   out["kv_events_dropped"] = scheduler.kv_log().num_dropped();
   return out;
 }
@@ -143,17 +159,39 @@ std::int64_t drop_prefix(BoundScheduler& self, const InArray1<TokenId>& token_id
 }
 
 std::int32_t hint_prefix(BoundScheduler& self, const InArray1<TokenId>& token_ids,
-                         double expected_return, const std::string& salt) {
-  return self.scheduler.hint_prefix(as_tokens(token_ids),
-                                    as_permille("expected_return", expected_return), salt);
+                         double expected_return, const std::string& salt,
+                         std::int64_t l1_until_ms, std::int64_t l2_until_ms,
+                         std::int64_t l3_until_ms) {
+  HoldTimes hold{require_count("l1_until_ms", l1_until_ms, 0),
+                 require_count("l2_until_ms", l2_until_ms, 0),
+                 require_count("l3_until_ms", l3_until_ms, 0)};
+  return self.scheduler.hint_prefix(
+      as_tokens(token_ids), as_permille("expected_return", expected_return), salt, hold);
 }
 
-std::int32_t move_prefix(BoundScheduler& self, const InArray1<TokenId>& token_ids,
-                         const std::string& tier, const std::string& salt) {
-  if (tier == "l1") return self.scheduler.move(as_tokens(token_ids), MoveTarget::kL1, salt);
-  if (tier == "l2") return self.scheduler.move(as_tokens(token_ids), MoveTarget::kL2, salt);
-  if (tier == "none") return self.scheduler.move(as_tokens(token_ids), MoveTarget::kNone, salt);
-  throw std::invalid_argument("tier: '" + tier + "' is not in [l1, l2, none]");
+MoveResult move_prefix(BoundScheduler& self, const InArray1<TokenId>& token_ids,
+                       const std::string& tier, const std::string& salt) {
+  constexpr std::pair<const char*, MoveTarget> kTargets[] = {{"l1", MoveTarget::kL1},
+                                                             {"l2", MoveTarget::kL2},
+                                                             {"l3", MoveTarget::kL3},
+                                                             {"none", MoveTarget::kNone}};
+  for (const auto& [name, target] : kTargets) {
+    if (tier == name) return self.scheduler.move(as_tokens(token_ids), target, salt);
+  }
+  throw std::invalid_argument("tier: '" + tier + "' is not in [l1, l2, l3, none]");
+}
+
+std::int64_t as_ns(const char* field, double us, double most_us) {
+  if (us >= 0.0 && us <= most_us) return static_cast<std::int64_t>(us * 1000.0 + 0.5);
+  throw std::invalid_argument(std::string(field) + ": " + std::to_string(us) + " is not in [0, " +
+                              std::to_string(static_cast<std::int64_t>(most_us)) + "]");
+}
+
+void set_costs(BoundScheduler& self, double l2_us_per_page, double l3_us_per_page,
+               double prefill_us_per_token) {
+  self.scheduler.set_costs({as_ns("l2_us_per_page", l2_us_per_page, 1e9),
+                            as_ns("l3_us_per_page", l3_us_per_page, 1e9),
+                            as_ns("prefill_us_per_token", prefill_us_per_token, 1e4)});
 }
 
 std::int32_t adopt(BoundScheduler& self, const std::string& tier,
@@ -179,13 +217,24 @@ LeaseGrant lease(BoundScheduler& self, std::int64_t lease_id, const InArray1<Tok
                  const std::string& tier) {
   require_count("lease_id", lease_id, 0);
   if (token_ids.size() == 0) throw std::invalid_argument("token_ids: is empty");
-  if (tier != "l1") throw std::invalid_argument("tier: '" + tier + "' is not in [l1]");
+  if (tier != "l1" && tier != "l2" && tier != "l3") {
+    throw std::invalid_argument("tier: '" + tier + "' is not in [l1, l2, l3]");
+  }
+  const Tier where = tier == "l1" ? Tier::kL1 : tier == "l2" ? Tier::kL2 : Tier::kL3;
+  const SchedulerConfig& config = self.scheduler.config();
+  if (where != Tier::kL1 && config.num_l2_pages == 0) {
+    throw std::invalid_argument("tier: '" + tier + "' needs num_l2_pages > 0");
+  }
+  if (where == Tier::kL3 && !config.use_l3) {
+    throw std::invalid_argument("tier: 'l3' needs use_l3");
+  }
   const TokenSpan tokens = as_tokens(token_ids);
   return self.scheduler.lease({lease_id,
                                {tokens.begin(), tokens.end()},
                                until_ms,
                                std::move(tenant),
-                               std::move(salt)});
+                               std::move(salt),
+                               where});
 }
 
 void check_integrity(const BoundScheduler& self) {
@@ -242,7 +291,10 @@ void bind_scheduler(nb::module_& module) {
       .def("drop_prefix", &drop_prefix, nb::arg("token_ids").noconvert(),
            nb::arg("keep_tokens") = 0, nb::arg("salt") = "")
       .def("hint_prefix", &hint_prefix, nb::arg("token_ids").noconvert(),
-           nb::arg("expected_return"), nb::arg("salt") = "")
+           nb::arg("expected_return"), nb::arg("salt") = "", nb::kw_only(),
+           nb::arg("l1_until_ms") = 0, nb::arg("l2_until_ms") = 0, nb::arg("l3_until_ms") = 0)
+      .def("set_costs", &set_costs, nb::kw_only(), nb::arg("l2_us_per_page") = 0.0,
+           nb::arg("l3_us_per_page") = 0.0, nb::arg("prefill_us_per_token") = 0.0)
       .def("move", &move_prefix, nb::arg("token_ids").noconvert(), nb::arg("tier"),
            nb::arg("salt") = "")
       .def("adopt", &adopt, nb::arg("tier"), nb::arg("token_ids").noconvert(),
@@ -256,6 +308,7 @@ void bind_scheduler(nb::module_& module) {
             return self.scheduler.release(lease_id);
           },
           nb::arg("lease_id"))
+      .def("drain_sends", [](BoundScheduler& self) { return self.scheduler.drain_sends(); })
       .def("drain_lease_events",
            [](BoundScheduler& self) { return self.scheduler.drain_lease_events(); })
       .def("drain_kv_events",

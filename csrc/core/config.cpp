@@ -30,6 +30,12 @@ void SchedulerConfig::validate() const {
   require_range("lease_percent", lease_percent, 0, 100);
   require_range("tenant_lease_percent", tenant_lease_percent, 0, 100);
   require_range("num_l2_pages", num_l2_pages, 0, kMaxInt / page_size);
+  require_range("num_l3_pages", num_l3_pages, 1, kMaxInt);
+  require_range("l3_wait_ms", l3_wait_ms, 0, kMaxWaitMs);
+  require_range("max_preemptions", max_preemptions, 0, 1000);
+  if (probe_l3 && !use_l3) {
+    throw std::invalid_argument("probe_l3: true needs use_l3: there is no store to ask");
+  }
   if (use_l3 && num_l2_pages == 0) {
     throw std::invalid_argument("use_l3: true needs num_l2_pages > 0: L3 is reached through L2");
   }

@@ -7,6 +7,8 @@
 
 namespace moorage {
 
+inline constexpr std::int64_t kMaxWaitMs = 3'600'000;
+
 struct SchedulerConfig {
   std::int32_t page_size = 64;        // tokens
   std::int32_t num_pages = 0;         // of the device pool
@@ -25,6 +27,11 @@ struct SchedulerConfig {
 
   std::int32_t num_l2_pages = 0;  // of the host pool; 0: one tier only
   bool use_l3 = false;            // full pages go on to the store, and are fetched from it
+  std::int32_t num_l3_pages = 1 << 22;  // of the store: names remembered, the pool its leases share
+  bool probe_l3 = false;          // ask the store for what lies behind a waiting prompt's known hit
+  std::int64_t l3_wait_ms = 0;    // a request waits for L3 no longer; 0: never for an answer
+
+  std::int32_t max_preemptions = 2;  // times a request gives its place to a better class; 0: never
 
   std::int32_t pages_of(std::int64_t num_tokens) const {
     return static_cast<std::int32_t>((num_tokens + page_size - 1) / page_size);

@@ -37,18 +37,23 @@ class EvictionValue {
   EvictionValue(EvictionPolicy policy, std::int32_t attention_len)
       : policy_(policy), attention_len_(attention_len) {}
 
-  // Under LRU every value is 0, which leaves recency to decide.
-  std::int64_t of(const Node& node) const {
+  // Of a page that ends a prefix of `end` tokens. While somebody asked to have it kept it is worth
+  // more than without. Under LRU every value is 0, which leaves recency to decide.
+  std::int64_t of(std::int32_t end, std::int32_t return_permille, bool is_held) const {
     if (policy_ == EvictionPolicy::kLru) return 0;
-    const std::int64_t cost = kUnit + kUnit * node.end() / attention_len_;
-    return pressure_ + cost * node.return_permille / 1000;
+    return pressure_ + cost(end) * (return_permille + (is_held ? kHeldPermille : 0)) / 1000;
   }
-  void evicted(const Node& node) {
-    if (node.num_leases == 0) pressure_ = std::max(pressure_, node.keep_value);
+  std::int64_t of(const Node& node) const {
+    return of(node.end(), node.return_permille, node.hold_until_ms > 0);
   }
+  void evicted(std::int64_t keep_value) { pressure_ = std::max(pressure_, keep_value); }
+
+  // Of recomputing a page at that depth.
+  std::int64_t cost(std::int64_t depth) const { return kUnit + kUnit * depth / attention_len_; }
 
  private:
   static constexpr std::int64_t kUnit = 1'000'000;  // cost of a page at the start of a context
+  static constexpr std::int64_t kHeldPermille = 1000;
 
   const EvictionPolicy policy_;
   const std::int64_t attention_len_;  // context at which a page costs twice as much

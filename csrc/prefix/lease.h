@@ -3,8 +3,10 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "core/ids.h"
+#include "events/kv_events.h"
 
 namespace moorage {
 
@@ -14,9 +16,11 @@ struct Lease {
   std::int64_t id = -1;
   std::string tenant;
   TimeMs until_ms = 0;
-  Node* node = nullptr;  // where the leased prefix ends; null once all of it was evicted
+  Tier tier = Tier::kL1;
+  Node* node = nullptr;         // l1: where the prefix ends; null once all of it was evicted
+  std::vector<PageHash> names;  // of its full pages; l2 and l3: the pages it covers
   std::int32_t num_tokens = 0;
-  bool was_cut = false;  // by eviction, and not yet reported
+  bool was_cut = false;  // l1: by eviction, and not yet reported
 };
 
 }  // namespace moorage

@@ -40,6 +40,8 @@ struct Node {
   TimeMs last_used_ms = 0;
   std::int32_t return_permille = kDefaultReturnPermille;  // chance that somebody comes back to it
   std::int64_t keep_value = 0;   // what eviction.h orders by; set when the last user leaves
+  TimeMs hold_until_ms = 0;      // its owner would like it here until then; 0: no such wish
+  bool is_unbacked = false;      // L2 had no room for some of its pages
 
   bool is_root() const { return parent == nullptr; }
   bool is_leaf() const { return children.empty(); }

@@ -47,11 +47,21 @@ void RadixTree::remember(Node& node) {
   ++version_;
   count(node, 1);
   if (is_evictable_leaf(node)) evictable_.insert(&node);
+  if (node.is_unbacked) unbacked_.emplace(node.id, &node);
+  if (node.hold_until_ms > 0) {
+    deadlines_.insert({node.hold_until_ms, node.id});
+    held_.emplace(node.id, &node);
+  }
 }
 
 void RadixTree::forget(Node& node) {
   count(node, -1);
   if (is_evictable_leaf(node)) evictable_.erase(&node);
+  if (node.is_unbacked) unbacked_.erase(node.id);
+  if (node.hold_until_ms > 0) {
+    deadlines_.erase({node.hold_until_ms, node.id});
+    held_.erase(node.id);
+  }
 }
 
 // ---- references --------------------------------------------------------------------------------
@@ -114,6 +124,8 @@ void RadixTree::merge_only_child(Node& node) {
   node.pages.append(std::move(child->pages));
   node.return_permille = child->return_permille;
   node.keep_value = child->keep_value;
+  node.hold_until_ms = child->hold_until_ms;
+  node.is_unbacked = node.is_unbacked || child->is_unbacked;
   node.leases = std::move(child->leases);
   for (Lease* lease : node.leases) lease->node = &node;
   --num_nodes_;
@@ -252,6 +264,8 @@ Node& RadixTree::split(Node& node, std::int32_t num_tokens) {
   front.last_used_ms = node.last_used_ms;
   front.return_permille = node.return_permille;
   front.keep_value = node.keep_value;
+  front.hold_until_ms = node.hold_until_ms;
+  front.is_unbacked = node.is_unbacked;
   front.tokens = std::move(node.tokens);
   front.tokens.resize(static_cast<std::size_t>(num_tokens));
   front.hashes = std::move(node.hashes);
@@ -300,13 +314,16 @@ PageHash RadixTree::last_hash(const Node& node) const {
   return node.is_root() || node.parent->is_root() ? kRootHash : node.parent->hashes.back();
 }
 
-void RadixTree::append_pages(Node& node, TokenSpan tokens, OwnedPages pages) {
+void RadixTree::append_pages(Node& node, TokenSpan tokens, OwnedPages pages,
+                             std::span<const PageHash> names) {
   const Edit edit(*this, node);
   PageHash parent = last_hash(node);
   const std::size_t num_full = tokens.size() / static_cast<std::size_t>(page_size_);
   for (std::size_t i = 0; i < num_full; ++i) {
     const PageHash hash =
-        hash_page(node.space->hash, parent, tokens.subspan(i * page_size_, page_size_));
+        i < names.size()
+            ? names[i]
+            : hash_page(node.space->hash, parent, tokens.subspan(i * page_size_, page_size_));
     node.hashes.push_back(hash);
     log_.add({KvEventKind::kStored, Tier::kL1, hash, parent, page_size_});
     parent = hash;
@@ -316,7 +333,7 @@ void RadixTree::append_pages(Node& node, TokenSpan tokens, OwnedPages pages) {
 }
 
 OwnedPages RadixTree::publish(NodeRef& ref, TokenSpan tokens, OwnedPages pages,
-                              std::vector<Adopted>& adopted) {
+                              std::vector<Adopted>& adopted, std::span<const PageHash> names) {
   OwnedPages duplicates(pool_, pages.owner());
   while (!tokens.empty()) {
     Node* child = full_child(*ref.node_, tokens);
@@ -325,7 +342,7 @@ OwnedPages RadixTree::publish(NodeRef& ref, TokenSpan tokens, OwnedPages pages,
         drop_covered_partial(*ref.node_, tokens.first(page_size_));
         ref.node_ = &add_child(*ref.node_, tokens.first(page_size_));
       }
-      append_pages(*ref.node_, tokens, std::move(pages));
+      append_pages(*ref.node_, tokens, std::move(pages), names);
       break;
     }
     const std::int32_t shared = common_prefix_len(child->tokens, tokens) / page_size_ * page_size_;
@@ -336,6 +353,7 @@ OwnedPages RadixTree::publish(NodeRef& ref, TokenSpan tokens, OwnedPages pages,
     duplicates.append(pages.split_front(child->pages.size()));
     move_down(ref, *child);
     tokens = tokens.subspan(static_cast<std::size_t>(shared));
+    names = names.subspan(std::min(names.size(), static_cast<std::size_t>(shared / page_size_)));
   }
   return duplicates;
 }
@@ -348,7 +366,7 @@ void RadixTree::publish_partial(NodeRef& ref, TokenSpan tokens, OwnedPages page)
     drop_covered_partial(*ref.node_, tokens);
     ref.node_ = &add_child(*ref.node_, tokens);
   }
-  append_pages(*ref.node_, tokens, std::move(page));
+  append_pages(*ref.node_, tokens, std::move(page), {});
 }
 
 }  // namespace moorage

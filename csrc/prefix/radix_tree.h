@@ -6,10 +6,13 @@
 //   siblings are ordered by their first page's tokens, and no two share a whole page
 //   num_users counts references to the node and below; eviction never touches a node with users
 //   num_leases counts leases that end at the node or below; each ends where a node ends
-//   a full page's hash is computed once, when the page enters the tree
+//   a full page's hash is computed once: by whoever publishes it, else when it enters the tree
 // Thread rule: one thread. Node pointers in a PrefixMatch are valid until the next non-const call.
 #pragma once
 
+#include <map>
+#include <set>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -71,18 +74,28 @@ class RadixTree {
     std::int32_t index;  // of the page in the sequence
     PageId page;
   };
+  // `names`: of these pages, as far as anybody computed them already.
   OwnedPages publish(NodeRef& ref, TokenSpan tokens, OwnedPages pages,
-                     std::vector<Adopted>& adopted);
+                     std::vector<Adopted>& adopted, std::span<const PageHash> names = {});
   // Appends a partly filled page below `ref` (or frees it if its tokens are there already).
   void publish_partial(NodeRef& ref, TokenSpan tokens, OwnedPages page);
 
   // ---- shrinking. Each returns the number of pages freed.
   std::int32_t evict(std::int32_t num_pages);
   std::int32_t drop(const std::string& salt, TokenSpan tokens, std::int32_t keep_tokens);
+  std::int32_t drop_unwanted(Node& leaf);  // and what of its path is worth nothing and idle too
 
   // ---- valuing.
-  // Says how likely the end of this prefix is to be continued; returns the tokens found.
-  std::int32_t hint(const std::string& salt, TokenSpan tokens, std::int32_t return_permille);
+  // Says how likely the end of this prefix is to be continued, and until when its owner would like
+  // it here (0: no such wish); returns the tokens found.
+  std::int32_t hint(const std::string& salt, TokenSpan tokens, std::int32_t return_permille,
+                    TimeMs hold_until_ms = 0);
+  // Wishes whose time is over: their nodes are worth nothing more; returns the idle leaves of them.
+  std::vector<Node*> end_holds();
+
+  // ---- copies below: nodes of which L2 had no room for some page.
+  void mark_unbacked(const Node& node, bool is_unbacked);
+  const Node* next_unbacked(NodeId after) const;  // in the order of their ids, round and round
   void hint(const NodeRef& ref, std::int32_t return_permille);
 
   // Tokens of `tokens` a lease could cover, and the pages of them that no lease covers yet.
@@ -103,6 +116,12 @@ class RadixTree {
   std::int64_t num_evicted_pages() const { return num_evicted_pages_; }
   std::int64_t version() const { return version_; }  // grows with every change
   std::int64_t num_nodes() const { return num_nodes_; }
+  // The full pages of a match, with their names.
+  struct NamedPage {
+    PageId page;
+    PageHash hash;
+  };
+  std::vector<NamedPage> full_pages(const PrefixMatch& match) const;
   std::vector<PageId> pages_of(const Node& node) const;     // from the root to its end
   std::vector<PageHash> hashes_of(const Node& node) const;  // of the full pages on that path
   std::vector<const Node*> snapshot(std::int32_t max_nodes) const;  // breadth first
@@ -143,7 +162,8 @@ class RadixTree {
   Node& split(Node& node, std::int32_t num_tokens);
   bool may_grow(const Node& node) const;
   PageHash last_hash(const Node& node) const;
-  void append_pages(Node& node, TokenSpan tokens, OwnedPages pages);
+  void append_pages(Node& node, TokenSpan tokens, OwnedPages pages,
+                    std::span<const PageHash> names);
   TokenSpan first_page(const Node& node) const;
   std::size_t child_position(const Node& parent, TokenSpan page) const;
   Node* full_child(const Node& parent, TokenSpan tokens) const;
@@ -155,7 +175,7 @@ class RadixTree {
   Node* remove_leaf(Node& node);  // returns its parent
   void drop_root_if_unused(Node& root);
   void move_leases(Node& from, Node& to);
-  void hint_upwards(Node* node, std::int32_t return_permille);
+  void hint_upwards(Node* node, std::int32_t return_permille, TimeMs hold_until_ms);
   Node* leasable_node(const PrefixMatch& match) const;
 
   // radix_tree_look.cpp
@@ -169,6 +189,9 @@ class RadixTree {
 
   std::unordered_map<std::string, std::unique_ptr<Space>> spaces_;
   EvictionQueue evictable_;  // leaves without users
+  std::set<std::pair<TimeMs, NodeId>> deadlines_;  // of wishes to keep a node
+  std::map<NodeId, Node*> held_;                   // whose they are
+  std::map<NodeId, Node*> unbacked_;
   EvictionValue value_;
   TreePages counts_;
   std::int64_t num_evicted_pages_ = 0;

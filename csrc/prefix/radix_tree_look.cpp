@@ -25,6 +25,19 @@ std::int32_t RadixTree::num_evictable_beside(const PrefixMatch& match) const {
   return node->pages.size() - on_path;
 }
 
+std::vector<RadixTree::NamedPage> RadixTree::full_pages(const PrefixMatch& match) const {
+  std::vector<NamedPage> pages(static_cast<std::size_t>(match.full_len / page_size_));
+  for (const Node* at = match.node; at != nullptr; at = at->parent) {
+    const std::int32_t first = at->start / page_size_;
+    for (std::size_t i = 0; i < at->hashes.size(); ++i) {
+      const std::size_t index = static_cast<std::size_t>(first) + i;
+      if (index >= pages.size()) break;
+      pages[index] = {at->pages[static_cast<std::int32_t>(i)], at->hashes[i]};
+    }
+  }
+  return pages;
+}
+
 std::vector<PageId> RadixTree::pages_of(const Node& node) const {
   std::vector<PageId> pages(static_cast<std::size_t>((node.end() + page_size_ - 1) / page_size_));
   for (const Node* at = &node; at != nullptr; at = at->parent) {
@@ -72,6 +85,11 @@ std::string RadixTree::check_node(const Node& node, TreePages& counts, std::size
     return name + " is wrongly in or out of the eviction queue";
   }
   leaves += is_queued ? 1 : 0;
+  if (node.is_unbacked != unbacked_.contains(node.id)) return name + " is lost to write-through";
+  if ((node.hold_until_ms > 0) != held_.contains(node.id) ||
+      (node.hold_until_ms > 0) != deadlines_.contains({node.hold_until_ms, node.id})) {
+    return name + " has a deadline nobody watches";
+  }
   counts.evictable += node.num_users == 0 ? node.pages.size() : 0;
   counts.leased += node.num_leases > 0 ? node.pages.size() : 0;
   counts.idle_leased += node.num_users == 0 && node.num_leases > 0 ? node.pages.size() : 0;

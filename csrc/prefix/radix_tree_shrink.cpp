@@ -76,7 +76,7 @@ std::int32_t RadixTree::evict(std::int32_t num_pages) {
   while (freed < num_pages && !evictable_.empty()) {
     Node& leaf = **evictable_.begin();
     const std::int32_t cut = std::min(num_pages - freed, leaf.pages.size());
-    value_.evicted(leaf);
+    if (leaf.num_leases == 0) value_.evicted(leaf.keep_value);
     cut_pages(leaf, leaf.pages.size() - cut);
     freed += cut;
     if (leaf.pages.is_empty()) drop_root_if_unused(*remove_leaf(leaf));
@@ -102,29 +102,70 @@ std::int32_t RadixTree::drop(const std::string& salt, TokenSpan tokens, std::int
   return freed;
 }
 
+std::int32_t RadixTree::drop_unwanted(Node& leaf) {
+  Node* node = &leaf;
+  std::int32_t freed = 0;
+  while (is_evictable_leaf(*node) && node->num_leases == 0 && node->return_permille == 0) {
+    freed += node->pages.size();
+    cut_pages(*node, 0);
+    node = remove_leaf(*node);
+  }
+  drop_root_if_unused(*node);
+  return freed;
+}
+
 // ---- hints -------------------------------------------------------------------------------------
 
 std::int32_t RadixTree::hint(const std::string& salt, TokenSpan tokens,
-                             std::int32_t return_permille) {
+                             std::int32_t return_permille, TimeMs hold_until_ms) {
   const PrefixMatch match = find(salt, tokens);
   Node* node = match.partial_node != nullptr ? match.partial_node : match.node;
   if (node == nullptr || node->end() != match.len()) return 0;  // a longer prefix shares the end
-  hint_upwards(node, return_permille);
+  hint_upwards(node, return_permille, hold_until_ms);
   return match.len();
 }
 
 void RadixTree::hint(const NodeRef& ref, std::int32_t return_permille) {
-  hint_upwards(ref.node_, return_permille);
+  hint_upwards(ref.node_, return_permille, 0);
 }
 
 // Up to the first fork: what lies above it others may come back to.
-void RadixTree::hint_upwards(Node* node, std::int32_t return_permille) {
+void RadixTree::hint_upwards(Node* node, std::int32_t return_permille, TimeMs hold_until_ms) {
   while (!node->is_root() && node->children.size() <= 1) {
     const Edit edit(*this, *node);
     node->return_permille = return_permille;
+    node->hold_until_ms = hold_until_ms;
     if (node->num_users == 0) node->keep_value = value_.of(*node);
     node = node->parent;
   }
+}
+
+std::vector<Node*> RadixTree::end_holds() {
+  std::vector<Node*> leaves;
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now_ms_) {
+    Node& node = *held_.at(deadlines_.begin()->second);
+    const Edit edit(*this, node);
+    node.hold_until_ms = 0;
+    node.return_permille = 0;
+    if (node.num_users == 0) node.keep_value = value_.of(node);
+    if (is_evictable_leaf(node)) leaves.push_back(&node);
+  }
+  return leaves;
+}
+
+// ---- copies below ------------------------------------------------------------------------------
+
+void RadixTree::mark_unbacked(const Node& node, bool is_unbacked) {
+  if (node.is_unbacked == is_unbacked) return;
+  Node& own = const_cast<Node&>(node);  // every node is the tree's
+  const Edit edit(*this, own);
+  own.is_unbacked = is_unbacked;
+}
+
+const Node* RadixTree::next_unbacked(NodeId after) const {
+  if (unbacked_.empty()) return nullptr;
+  const auto next = unbacked_.upper_bound(after);
+  return next == unbacked_.end() ? unbacked_.begin()->second : next->second;
 }
 
 // ---- leases ------------------------------------------------------------------------------------

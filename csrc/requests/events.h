@@ -15,6 +15,8 @@ enum class EventKind : std::uint8_t {
   kBootstrapped,
   kPrefillDone,
   kFinish,
+  kHandOver,
+  kSent,
   kAbort,
   kFail,
   kRetract,
@@ -46,6 +48,16 @@ struct PrefillDone {
 struct Finish {
   static constexpr EventKind kKind = EventKind::kFinish;
   static constexpr std::string_view kName = "Finish";
+};
+
+struct HandOver {  // finished here; another engine goes on, once it has the KV
+  static constexpr EventKind kKind = EventKind::kHandOver;
+  static constexpr std::string_view kName = "HandOver";
+};
+
+struct Sent {  // the other engine has it
+  static constexpr EventKind kKind = EventKind::kSent;
+  static constexpr std::string_view kName = "Sent";
 };
 
 struct Abort {

@@ -22,6 +22,8 @@ struct RequestSpec {
   std::int32_t return_permille = kDefaultReturnPermille;  // chance that its end is continued
   std::int32_t num_draft_tokens = 0;                      // speculated with each decode row
   bool remote_prefill = false;                            // another engine computes the prompt
+  std::int64_t l3_wait_ms = -1;  // how long it waits for what L3 may hold; -1: as configured
+  bool send_kv = false;          // another engine goes on: keep the KV until it has it
 };
 
 // Names of the first full pages of a token sequence, as far as anybody asked.
@@ -56,6 +58,8 @@ struct Request {
   std::int32_t num_steps_in_flight = 0;
   std::int32_t num_samples_in_flight = 0;
   bool was_retracted = false;
+  std::int32_t num_retractions = 0;   // each makes it dearer as a victim
+  std::int32_t num_preemptions = 0;   // of those, how often a better class took its place
   std::int32_t return_permille = kDefaultReturnPermille;
   std::int32_t num_draft_tokens = 0;
 
@@ -71,6 +75,13 @@ struct Request {
 
   bool remote_prefill = false;  // until it was tried once
   bool awaits_remote = false;   // counts as a step in flight: the other engine may still write
+  bool send_kv = false;
+  bool awaits_send = false;     // counts as a step in flight: the other engine may still read
+
+  std::int64_t l3_wait_ms = 0;
+  std::int64_t probe_id = -1;   // what it asked of L3
+  TimeMs probe_until_ms = 0;    // it waits for that answer no longer
+  TimeMs fetch_until_ms = 0;    // nor for a fetch: computing would take no longer; 0: no such limit
 
   State state = Waiting{};
 

@@ -31,6 +31,7 @@ enum class StateKind : std::uint8_t {
   kBootstrapping,
   kPrefilling,
   kDecoding,
+  kSending,
   kRetracting,
   kDraining,
   kEnded,
@@ -59,6 +60,12 @@ struct Decoding {  // every known token but the last has its KV
   Holdings kv;
 };
 
+struct Sending {  // finished; its KV stays until another engine has read it
+  static constexpr StateKind kKind = StateKind::kSending;
+  static constexpr std::string_view kName = "Sending";
+  Holdings kv;
+};
+
 struct Retracting {  // gives its memory back once the steps in flight are over, then waits
   static constexpr StateKind kKind = StateKind::kRetracting;
   static constexpr std::string_view kName = "Retracting";
@@ -80,6 +87,7 @@ struct Ended {
   std::string message;
 };
 
-using State = std::variant<Waiting, Bootstrapping, Prefilling, Decoding, Retracting, Draining, Ended>;
+using State = std::variant<Waiting, Bootstrapping, Prefilling, Decoding, Sending, Retracting,
+                           Draining, Ended>;
 
 }  // namespace moorage

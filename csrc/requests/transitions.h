@@ -65,8 +65,23 @@ inline Draining on(Fail&& event, Decoding&& from) {
 }
 inline Retracting on(Retract&&, Decoding&& from) { return start_retracting(std::move(from.kv)); }
 
+inline Sending on(HandOver&&, Decoding&& from) { return Sending{std::move(from.kv)}; }
+inline Draining on(Sent&&, Sending&& from) {
+  return drain(std::move(from.kv), EndStatus::kFinished);
+}
+inline Draining on(Abort&&, Sending&& from) {
+  return drain(std::move(from.kv), EndStatus::kAborted);
+}
+inline Draining on(Fail&& event, Sending&& from) {
+  return drain(std::move(from.kv), EndStatus::kFailed, std::move(event.message));
+}
+
 // A step in flight may still end a request that is being retracted.
 inline Waiting on(Drained&&, Retracting&&) { return Waiting{}; }
+inline Sending on(HandOver&&, Retracting&& from) {
+  from.kv.tail.hand_to(PageOwner::kRequest);
+  return Sending{std::move(from.kv)};
+}
 inline Draining on(Finish&&, Retracting&& from) {
   return Draining{std::move(from.kv), EndStatus::kFinished, {}};
 }
@@ -89,43 +104,63 @@ struct IllegalPair {
 };
 
 inline constexpr std::array kIllegalPairs = {
+    IllegalPair{StateKind::kWaiting, EventKind::kBootstrapped},
     IllegalPair{StateKind::kWaiting, EventKind::kPrefillDone},
     IllegalPair{StateKind::kWaiting, EventKind::kFinish},
+    IllegalPair{StateKind::kWaiting, EventKind::kHandOver},
+    IllegalPair{StateKind::kWaiting, EventKind::kSent},
     IllegalPair{StateKind::kWaiting, EventKind::kRetract},
     IllegalPair{StateKind::kWaiting, EventKind::kDrained},
-    IllegalPair{StateKind::kWaiting, EventKind::kBootstrapped},
     IllegalPair{StateKind::kBootstrapping, EventKind::kAdmit},
     IllegalPair{StateKind::kBootstrapping, EventKind::kAdmitRemote},
     IllegalPair{StateKind::kBootstrapping, EventKind::kPrefillDone},
     IllegalPair{StateKind::kBootstrapping, EventKind::kFinish},
+    IllegalPair{StateKind::kBootstrapping, EventKind::kHandOver},
+    IllegalPair{StateKind::kBootstrapping, EventKind::kSent},
     IllegalPair{StateKind::kBootstrapping, EventKind::kDrained},
+    IllegalPair{StateKind::kPrefilling, EventKind::kAdmit},
     IllegalPair{StateKind::kPrefilling, EventKind::kAdmitRemote},
     IllegalPair{StateKind::kPrefilling, EventKind::kBootstrapped},
-    IllegalPair{StateKind::kDecoding, EventKind::kAdmitRemote},
-    IllegalPair{StateKind::kDecoding, EventKind::kBootstrapped},
-    IllegalPair{StateKind::kRetracting, EventKind::kAdmitRemote},
-    IllegalPair{StateKind::kRetracting, EventKind::kBootstrapped},
-    IllegalPair{StateKind::kDraining, EventKind::kAdmitRemote},
-    IllegalPair{StateKind::kDraining, EventKind::kBootstrapped},
-    IllegalPair{StateKind::kEnded, EventKind::kAdmitRemote},
-    IllegalPair{StateKind::kEnded, EventKind::kBootstrapped},
-    IllegalPair{StateKind::kPrefilling, EventKind::kAdmit},
     IllegalPair{StateKind::kPrefilling, EventKind::kFinish},
+    IllegalPair{StateKind::kPrefilling, EventKind::kHandOver},
+    IllegalPair{StateKind::kPrefilling, EventKind::kSent},
     IllegalPair{StateKind::kPrefilling, EventKind::kDrained},
     IllegalPair{StateKind::kDecoding, EventKind::kAdmit},
+    IllegalPair{StateKind::kDecoding, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kDecoding, EventKind::kBootstrapped},
     IllegalPair{StateKind::kDecoding, EventKind::kPrefillDone},
+    IllegalPair{StateKind::kDecoding, EventKind::kSent},
     IllegalPair{StateKind::kDecoding, EventKind::kDrained},
+    IllegalPair{StateKind::kSending, EventKind::kAdmit},
+    IllegalPair{StateKind::kSending, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kSending, EventKind::kBootstrapped},
+    IllegalPair{StateKind::kSending, EventKind::kPrefillDone},
+    IllegalPair{StateKind::kSending, EventKind::kFinish},
+    IllegalPair{StateKind::kSending, EventKind::kHandOver},
+    IllegalPair{StateKind::kSending, EventKind::kRetract},
+    IllegalPair{StateKind::kSending, EventKind::kDrained},
     IllegalPair{StateKind::kRetracting, EventKind::kAdmit},
+    IllegalPair{StateKind::kRetracting, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kRetracting, EventKind::kBootstrapped},
     IllegalPair{StateKind::kRetracting, EventKind::kPrefillDone},
+    IllegalPair{StateKind::kRetracting, EventKind::kSent},
     IllegalPair{StateKind::kRetracting, EventKind::kRetract},
     IllegalPair{StateKind::kDraining, EventKind::kAdmit},
+    IllegalPair{StateKind::kDraining, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kDraining, EventKind::kBootstrapped},
     IllegalPair{StateKind::kDraining, EventKind::kPrefillDone},
     IllegalPair{StateKind::kDraining, EventKind::kFinish},
+    IllegalPair{StateKind::kDraining, EventKind::kHandOver},
+    IllegalPair{StateKind::kDraining, EventKind::kSent},
     IllegalPair{StateKind::kDraining, EventKind::kFail},
     IllegalPair{StateKind::kDraining, EventKind::kRetract},
     IllegalPair{StateKind::kEnded, EventKind::kAdmit},
+    IllegalPair{StateKind::kEnded, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kEnded, EventKind::kBootstrapped},
     IllegalPair{StateKind::kEnded, EventKind::kPrefillDone},
     IllegalPair{StateKind::kEnded, EventKind::kFinish},
+    IllegalPair{StateKind::kEnded, EventKind::kHandOver},
+    IllegalPair{StateKind::kEnded, EventKind::kSent},
     IllegalPair{StateKind::kEnded, EventKind::kAbort},
     IllegalPair{StateKind::kEnded, EventKind::kFail},
     IllegalPair{StateKind::kEnded, EventKind::kRetract},
@@ -135,7 +170,8 @@ inline constexpr std::array kIllegalPairs = {
 template <class... Ts>
 struct TypeList {};
 using Events =
-    TypeList<Admit, AdmitRemote, Bootstrapped, PrefillDone, Finish, Abort, Fail, Retract, Drained>;
+    TypeList<Admit, AdmitRemote, Bootstrapped, PrefillDone, Finish, HandOver, Sent, Abort, Fail,
+             Retract, Drained>;
 
 template <class E, class S>
 concept Transition = requires(E event, S state) { on(std::move(event), std::move(state)); };

@@ -17,7 +17,9 @@ void Scheduler::plan_admissions(Plan& plan) {
 }
 
 Scheduler::Admitted Scheduler::try_admit(Request& request, Plan& plan) {
-  if (is_following(request) || is_waiting_for_transfer(request)) return Admitted::kFollows;
+  if (is_following(request) || is_waiting_for_transfer(request) || is_waiting_for_probe(request)) {
+    return Admitted::kFollows;
+  }
   if (blocked_.request_id == request.id.value && blocked_ == what_decides(request)) {
     return Admitted::kNoMemory;
   }

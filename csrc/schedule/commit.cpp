@@ -18,7 +18,7 @@ namespace {
 
 void Scheduler::validate(std::span<const InputEvent> events) const {
   std::int32_t num_results = 0;
-  std::vector<std::int64_t> acked, bootstrapped;
+  std::vector<std::int64_t> acked, bootstrapped, sent, probed;
   for (std::size_t i = 0; i < events.size(); ++i) {
     const std::string name = "events[" + std::to_string(i) + "]";
     if (const auto* result = std::get_if<StepResult>(&events[i])) {
@@ -43,6 +43,24 @@ void Scheduler::validate(std::span<const InputEvent> events) const {
       bootstrapped.push_back(id);
       if (is_first && request != nullptr && request->awaits_remote) continue;
       reject(name + ".request_id", std::to_string(id) + " awaits no remote prefill");
+    } else if (const auto* done = std::get_if<SendDoneInput>(&events[i])) {
+      const std::int64_t id = done->request_id.value;
+      const Request* request = find_request(done->request_id);
+      const bool is_first = std::ranges::find(sent, id) == sent.end();
+      sent.push_back(id);
+      if (is_first && request != nullptr && request->awaits_send) continue;
+      reject(name + ".request_id", std::to_string(id) + " is not being sent");
+    } else if (const auto* probe = std::get_if<ProbeDoneInput>(&events[i])) {
+      const auto found = probes_.find(probe->probe_id);
+      const bool is_first = std::ranges::find(probed, probe->probe_id) == probed.end();
+      probed.push_back(probe->probe_id);
+      if (!is_first || found == probes_.end() || !found->second.is_told) {
+        reject(name + ".probe_id", std::to_string(probe->probe_id) + " is not open");
+      }
+      const auto most = static_cast<std::int64_t>(found->second.pages.size());
+      if (probe->num_pages >= 0 && probe->num_pages <= most) continue;
+      reject(name + ".num_pages", std::to_string(probe->num_pages) + " is not in [0, " +
+                                      std::to_string(most) + "]");
     } else {
       const auto& ack = std::get<TransferAckInput>(events[i]);
       const bool is_first = std::ranges::find(acked, ack.ticket) == acked.end();
@@ -91,6 +109,10 @@ std::vector<EndedRequest> Scheduler::advance(std::span<const InputEvent> events)
       if (request != nullptr) abort(*request, ended);  // null: it ended earlier in this batch
     } else if (const auto* remote = std::get_if<RemotePrefillInput>(&event)) {
       apply_remote_prefill(*remote, ended);
+    } else if (const auto* done = std::get_if<SendDoneInput>(&event)) {
+      apply_send_done(*done, ended);
+    } else if (const auto* probe = std::get_if<ProbeDoneInput>(&event)) {
+      apply_probe(*probe);
     } else {
       apply_ack(std::get<TransferAckInput>(event));
     }
@@ -137,7 +159,7 @@ void Scheduler::commit_row(const StepRow& row, TokenSpan accepted, bool finished
   }
   if (finished || (row.samples && request.num_outputs() >= request.max_new_tokens)) {
     publish_full_pages(request);
-    return fire(request, Finish{});
+    return finish(request);
   }
   if (row.samples && accepted.empty()) {
     return fire(request, Fail{"a sampled row accepted no token and did not finish"});
@@ -163,7 +185,7 @@ void Scheduler::fire(Request& request, E event) {
     if (request.is<Draining>() || request.is<Ended>()) return;  // it is over already
     return fire(request, Fail{std::move(message)});
   }
-  if (held_memory && request.is<Draining>()) leave_running(request);
+  if (held_memory && (request.is<Draining>() || request.is<Sending>())) leave_running(request);
   if (was_waiting && request.is<Ended>()) {
     waiting_.erase(request);
     std::erase(arrivals_, &request);
@@ -175,6 +197,8 @@ template void Scheduler::fire(Request&, AdmitRemote);
 template void Scheduler::fire(Request&, Bootstrapped);
 template void Scheduler::fire(Request&, PrefillDone);
 template void Scheduler::fire(Request&, Finish);
+template void Scheduler::fire(Request&, HandOver);
+template void Scheduler::fire(Request&, Sent);
 template void Scheduler::fire(Request&, moorage::Abort);
 template void Scheduler::fire(Request&, Fail);
 template void Scheduler::fire(Request&, Retract);
@@ -198,10 +222,13 @@ void Scheduler::publish_full_pages(Request& request) {
   const std::int32_t num_pages = (request.num_computed - base) / config_.page_size;
   if (num_pages <= 0) return;
   adopted_.clear();
+  const std::span<const PageHash> names = request.names.pages;
+  const auto num_skipped =
+      std::min(names.size(), static_cast<std::size_t>(base / config_.page_size));
   OwnedPages duplicates = tree_.publish(
       kv.prefix, TokenSpan(request.tokens).subspan(base, num_pages * config_.page_size),
-      kv.tail.split_front(num_pages), adopted_);
-  if (tiers_.is_enabled()) write_through(kv.prefix.node(), base);
+      kv.tail.split_front(num_pages), adopted_, names.subspan(num_skipped));
+  if (tiers_.is_enabled()) write_through_.send(kv.prefix.node(), base);
   if (duplicates.is_empty()) return;
   stats_.num_duplicate_pages += duplicates.size();
   for (const auto& [index, page] : adopted_) table_changes_.push_back({request.id, index, page});
@@ -218,6 +245,7 @@ std::int32_t Scheduler::publish_rest(Request& request, EndedRequest& ended) {
   publish_full_pages(request);
   const std::int32_t base = kv.base_len();
   ended.page_hashes = tree_.hashes_of(kv.prefix.node());
+  if (!ended.page_hashes.empty()) tiers_.value(ended.page_hashes.back(), request.return_permille);
   const std::int32_t rest = request.num_computed - base;
   if (rest <= 0) {
     tree_.hint(kv.prefix, request.return_permille);

@@ -57,14 +57,18 @@ void validate_length(std::size_t index, const RequestSpec& spec, const Scheduler
 Scheduler::Scheduler(SchedulerConfig config)
     : config_((config.validate(), std::move(config))),
       pool_(config_.num_pages),
-      tiers_(config_.num_l2_pages, config_.use_l3, config_.page_size, kv_log_),
+      tiers_({config_.num_l2_pages, config_.use_l3, config_.num_l3_pages, config_.page_size,
+              config_.eviction == "lru" ? EvictionPolicy::kLru : EvictionPolicy::kValue,
+              config_.attention_len},
+             kv_log_),
       slots_(config_.max_slots),
       tree_(pool_,
             {config_.page_size, config_.model_fingerprint,
              config_.eviction == "lru" ? EvictionPolicy::kLru : EvictionPolicy::kValue,
              config_.attention_len},
             kv_log_, &tiers_),
-      leases_(config_, tree_),
+      write_through_(pool_, tree_, tiers_, config_.page_size),
+      leases_(config_, tree_, tiers_, write_through_),
       waiting_(config_.token_budget) {}
 
 Request* Scheduler::find_request(RequestId id) const {
@@ -87,6 +91,10 @@ void Scheduler::validate(std::span<const RequestSpec* const> specs) const {
     require_range(i, "priority", specs[i]->priority, -kMaxPriority, kMaxPriority);
     require_range(i, "expected_return", specs[i]->return_permille, 0, 1000);
     require_range(i, "num_draft_tokens", specs[i]->num_draft_tokens, 0, kMaxDraftTokens);
+    require_range(i, "l3_wait_ms", specs[i]->l3_wait_ms, -1, kMaxWaitMs);
+    if (specs[i]->send_kv && specs[i]->remote_prefill) {
+      reject(i, "send_kv", "true with remote_prefill: one engine computes the prompt, one goes on");
+    }
     validate_length(i, *specs[i], config_);
   }
 }
@@ -104,6 +112,8 @@ void Scheduler::submit(std::span<const RequestSpec* const> specs) {
     request->return_permille = spec.return_permille;
     request->num_draft_tokens = spec.num_draft_tokens;
     request->remote_prefill = spec.remote_prefill;
+    request->send_kv = spec.send_kv;
+    request->l3_wait_ms = spec.l3_wait_ms < 0 ? config_.l3_wait_ms : spec.l3_wait_ms;
     request->prompt_len = static_cast<std::int32_t>(spec.token_ids.size());
     request->max_new_tokens = static_cast<std::int32_t>(spec.max_new_tokens);
     request->tokens.reserve(spec.token_ids.size() + static_cast<std::size_t>(std::min(
@@ -124,6 +134,7 @@ void Scheduler::take_in_arrivals() {
     request->order_key_us = now_ms_ * 1000 + request->priority * config_.ageing_ms * 1000 +
                             uncached * config_.suffix_us_per_token;
     waiting_.insert(*request);
+    if (config_.probe_l3) start_probe(*request);
   }
   arrivals_.clear();
 }

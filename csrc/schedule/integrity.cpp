@@ -44,17 +44,26 @@ std::string Scheduler::find_broken_invariant() const {
   broken = tiers_.find_broken_invariant();
   if (!broken.empty()) return broken;
 
+  broken = leases_.find_broken_invariant();
+  if (!broken.empty()) return broken;
+
   PageCensus census(pool_);
   census.count(pool_.free_list(), PageOwner::kFree);
   for (const Node* node : tree_.snapshot(std::numeric_limits<std::int32_t>::max())) {
     census.count(node->pages.view(), PageOwner::kTree);
   }
-  std::int64_t num_running = 0, num_waiting = 0, num_leaving = 0;
+  std::int64_t num_running = 0, num_waiting = 0, num_leaving = 0, num_sending = 0;
   std::vector<std::int32_t> slots;
   for (const auto& [id, request] : requests_) {
-    num_running += request->is<Bootstrapping>() || request->is<Prefilling>() || request->is<Decoding>() ? 1 : 0;
+    num_running += request->is<Bootstrapping>() || request->is<Prefilling>() ||
+                           request->is<Decoding>()
+                       ? 1
+                       : 0;
     num_waiting += request->is<Waiting>() ? 1 : 0;
-    num_leaving += request->is<Draining>() || request->is<Retracting>() ? 1 : 0;
+    num_sending += request->awaits_send ? 1 : 0;
+    num_leaving += request->is<Draining>() || request->is<Retracting>() || request->is<Sending>()
+                       ? 1
+                       : 0;
     const Holdings* kv = request->holdings();
     if (kv == nullptr) continue;
     census.count(kv->tail.view(), kv->tail.owner());
@@ -80,7 +89,7 @@ std::string Scheduler::find_broken_invariant() const {
     return "a slot is lost";
   }
   if (num_running != this->num_running() || num_waiting != this->num_waiting() ||
-      num_leaving != num_leaving_) {
+      num_leaving != num_leaving_ || num_sending != num_sending_) {
     return "a request is in the wrong list";
   }
   if (!std::ranges::is_sorted(running_, RunsBefore{})) return "the running list is out of order";

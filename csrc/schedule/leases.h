@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who may have a prefix kept, until when: budgets, deadlines, a queue for those who must wait.
+// Who may have a prefix kept, where, until when: budgets, deadlines, a queue for those who wait.
 //
-// A lease changes only the order of eviction (leased pages go last), so leases can delay nobody
-// for ever: where nothing else is left to evict they give way, from their end, and it is reported.
+// In L1 a lease changes only the order of eviction (leased pages go last), so leases can delay
+// nobody for ever: where nothing else is left to evict they give way, from their end. What of such a
+// lease L2 holds is then leased there (demoted), the rest is reported (revoked). In L2 and L3 leased
+// pages are not evicted: nobody needs room there to go on.
 // Invariants:
-//   distinct leased pages <= lease_percent of the pool, when granted
-//   a tenant's leases <= tenant_lease_percent of the pool while several tenants hold leases
+//   distinct leased pages of a tier <= lease_percent of its pool, when granted
+//   a tenant's leases there <= tenant_lease_percent of it while several tenants hold leases there
 // Thread rule: one thread.
 #pragma once
 
@@ -18,6 +20,7 @@
 
 #include "core/config.h"
 #include "prefix/radix_tree.h"
+#include "tiers/write_through.h"
 
 namespace moorage {
 
@@ -29,6 +32,7 @@ struct LeaseRequest {
   TimeMs until_ms = 0;
   std::string tenant;
   std::string salt;
+  Tier tier = Tier::kL1;
 };
 
 struct LeaseGrant {
@@ -38,7 +42,14 @@ struct LeaseGrant {
   std::string reason;  // empty | not_resident | budget | tenant_budget | expired
 };
 
-enum class LeaseEventKind : std::uint8_t { kGranted, kClipped, kRevoked, kExpired, kDenied };
+enum class LeaseEventKind : std::uint8_t {
+  kGranted,
+  kClipped,
+  kDemoted,  // from L1 to L2
+  kRevoked,
+  kExpired,
+  kDenied,
+};
 
 struct LeaseEvent {
   std::int64_t lease_id;
@@ -50,7 +61,9 @@ class LeaseBook {
  public:
   static constexpr std::size_t kMaxQueued = 1024;
 
-  LeaseBook(const SchedulerConfig& config, RadixTree& tree) : config_(config), tree_(tree) {}
+  LeaseBook(const SchedulerConfig& config, RadixTree& tree, LowerTiers& tiers,
+            WriteThrough& write_through)
+      : config_(config), tree_(tree), tiers_(tiers), write_through_(write_through) {}
 
   // A lease of the same id is replaced: that is how one is renewed.
   LeaseGrant lease(LeaseRequest request, TimeMs now_ms);
@@ -61,20 +74,41 @@ class LeaseBook {
   std::vector<LeaseEvent> drain_events() { return std::exchange(events_, {}); }
   std::int64_t num_leases() const { return static_cast<std::int64_t>(leases_.size()); }
   std::int64_t num_queued() const { return static_cast<std::int64_t>(queue_.size()); }
+  std::string find_broken_invariant() const;
 
  private:
+  // What of a prefix a lease could cover, and the pages of it that no lease covers yet.
+  struct Coverable {
+    std::int32_t num_tokens = 0;
+    std::int32_t num_pages = 0;
+    std::int32_t num_new_pages = 0;
+    std::vector<PageHash> names;  // l2 and l3
+  };
+  Coverable coverable(const LeaseRequest& request);
+  Coverable coverable_below(Tier tier, std::vector<PageHash> names) const;
   LeaseGrant try_grant(const LeaseRequest& request);
-  std::int32_t room() const;
-  std::int32_t tenant_room_for(const std::string& tenant) const;
+  std::int64_t pool_pages(Tier tier) const;
+  std::int32_t room(Tier tier) const;
+  std::int32_t tenant_room_for(Tier tier, const std::string& tenant, const Lease* but) const;
+  std::int32_t most_pages(Tier tier, const std::string& tenant, const Coverable& found,
+                          const Lease* but) const;
+  bool is_there(Tier tier, const PageHash& name) const;
+  void attach_below(Lease& lease, Tier tier, std::vector<PageHash> names);
+  void detach(Lease& lease);
+  bool demote(Lease& lease);
+  void note_losses_below();
   void end(std::int64_t lease_id, LeaseEventKind kind);
 
   const SchedulerConfig& config_;
   RadixTree& tree_;
+  LowerTiers& tiers_;
+  WriteThrough& write_through_;
   std::map<std::int64_t, std::unique_ptr<Lease>> leases_;
   std::set<std::pair<TimeMs, std::int64_t>> by_deadline_;
   std::deque<LeaseRequest> queue_;
   std::vector<LeaseEvent> events_;
   std::int64_t evictions_seen_ = 0;
+  std::int64_t losses_seen_ = 0;
   bool has_new_room_ = false;
 };
 

@@ -39,6 +39,9 @@ struct Plan {
   std::vector<std::int64_t> retracted;
   std::vector<std::array<std::int64_t, 6>> moves;  // [M] see Move
   std::vector<PageHash> move_hashes;               // [M]
+  std::vector<std::int64_t> probe_ids;             // [P] see Probe
+  std::vector<std::int32_t> probe_indptr;          // [P + 1], empty where P is 0
+  std::vector<PageHash> probe_hashes;              // [probe_indptr[P]]
 
   void clear() {  // keeps the capacity: a step allocates nothing
     step_id = -1;
@@ -46,6 +49,7 @@ struct Plan {
     row_samples.clear(), input_ids.clear(), slot_mapping.clear(), page_deltas.clear();
     page_copies.clear(), admissions.clear(), retracted.clear();
     moves.clear(), move_hashes.clear();
+    probe_ids.clear(), probe_indptr.clear(), probe_hashes.clear();
   }
 };
 
@@ -58,6 +62,15 @@ struct StepResult {
   const std::int32_t* token_ids;     // [R, K]
   const std::uint8_t* finished;      // [R]
   const std::uint8_t* failed;        // [R]
+};
+
+// KV for another engine to read: tokens [0, num_tokens) of a finished request, until SendDone.
+struct Send {
+  std::int64_t request_id;
+  std::int32_t slot;
+  std::int32_t num_tokens;
+  std::vector<PageId> pages;
+  std::vector<PageHash> page_hashes;  // of the full ones
 };
 
 struct EndedRequest {

@@ -22,14 +22,18 @@ void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
   is_short_of_pages_ = false;
 
   leases_.tick(now_ms_);
+  end_holds();
+  write_through_.retry(now_ms_);
   take_in_arrivals();
   emit_table_changes(plan);
   plan_running(plan);
   if (!is_short_of_pages_) plan_admissions(plan);
   plan.retracted.swap(retracted_);
+  work_on_orders();
   leases_.note_cuts();
   emit_rows(plan);
   emit_moves(plan);
+  emit_probes(plan);
 }
 
 bool Scheduler::wants_prefill(const Request& request) {
@@ -126,7 +130,7 @@ std::int32_t Scheduler::reserve(std::size_t index, std::int32_t len, Plan& plan)
     const std::int32_t covered = grow_tail(request, start + len, plan);
     if (covered > start) return covered - start;
     is_short_of_pages_ = true;
-    const bool is_memory_coming = num_leaving_ > 0 || pool_.count(PageOwner::kInFlight) > 0;
+    const bool is_memory_coming = num_leaving_ > num_sending_ || pool_.count(PageOwner::kInFlight) > 0;
     if (is_memory_coming || running_.size() == 1) return 0;
     const bool gives_way_itself = running_.size() - 1 == index;
     retract(*running_.back());

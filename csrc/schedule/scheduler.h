@@ -28,10 +28,13 @@
 #include "requests/request.h"
 #include "requests/transitions.h"
 #include "schedule/leases.h"
+#include "schedule/move_orders.h"
 #include "schedule/plan.h"
+#include "schedule/probes.h"
 #include "schedule/slots.h"
 #include "schedule/wait_queue.h"
 #include "tiers/lower_tiers.h"
+#include "tiers/write_through.h"
 
 namespace moorage {
 
@@ -46,7 +49,16 @@ struct RemotePrefillInput {  // nothing of the other engine writes to the reques
   RequestId request_id;
   bool ok;
 };
-using InputEvent = std::variant<StepResult, AbortInput, TransferAckInput, RemotePrefillInput>;
+struct ProbeDoneInput {  // the first num_pages of the probed pages are in L3
+  std::int64_t probe_id;
+  std::int64_t num_pages;
+};
+struct SendDoneInput {  // the other engine reads the request's pages no longer
+  RequestId request_id;
+  bool ok;
+};
+using InputEvent = std::variant<StepResult, AbortInput, TransferAckInput, RemotePrefillInput,
+                                ProbeDoneInput, SendDoneInput>;
 
 struct Stats {
   std::int64_t num_steps = 0;
@@ -62,6 +74,10 @@ struct Stats {
   std::int64_t num_loaded_pages = 0;    // from L2, and tokens of admissions found that way
   std::int64_t num_l2_cached_tokens = 0;
   std::int64_t num_l3_cached_tokens = 0;
+  std::int64_t num_preemptions = 0;
+  std::int64_t num_probes = 0;
+  std::int64_t num_probe_hits = 0;       // pages that probes found
+  std::int64_t num_declined_pages = 0;   // in lower tiers, but cheaper to compute
 };
 
 // Tokens of a prefix by the nearest tier that has them.
@@ -69,9 +85,15 @@ struct PrefixDepth {
   std::int32_t l1 = 0;
   std::int32_t l2 = 0;
   std::int32_t l3 = 0;
+  std::int32_t pending = 0;  // in pages that tickets or standing orders are about to move
 };
 
-enum class MoveTarget : std::uint8_t { kL1, kL2, kNone };
+// Until when the owner of a prefix would like it in a tier; 0: no such wish.
+struct HoldTimes {
+  TimeMs l1_until_ms = 0;
+  TimeMs l2_until_ms = 0;
+  TimeMs l3_until_ms = 0;
+};
 
 class Scheduler {
  public:
@@ -89,24 +111,26 @@ class Scheduler {
   std::vector<EndedRequest> advance(std::span<const InputEvent> events);
 
   PrefixDepth query_prefix(TokenSpan tokens, const std::string& salt) const;
-  // Prefetches (kL1), demotes (kL2) or forgets (kNone) a prefix; returns pages on their way, freed
-  // from L1, or dropped.
-  std::int32_t move(TokenSpan tokens, MoveTarget target, const std::string& salt);
+  // Brings the full pages of a prefix to a tier and lets go of what lies above it, unless used or
+  // leased (kL1 lets go of nothing; kNone forgets all). What cannot be had at once stays a standing
+  // order; the same call again says how far it is.
+  MoveResult move(TokenSpan tokens, MoveTarget target, const std::string& salt);
   // Takes in full pages that survived a restart; throws std::invalid_argument, then none was.
   std::int32_t adopt(Tier tier, TokenSpan tokens, std::span<const PageHash> hashes,
                      std::span<const PageId> pages, const std::string& salt);
   std::int32_t drop_prefix(TokenSpan tokens, std::int32_t keep_tokens, const std::string& salt) {
     return tree_.drop(salt, tokens, keep_tokens);
   }
-  // Says how likely the end of a prefix is to be continued; returns the tokens of it found.
-  std::int32_t hint_prefix(TokenSpan tokens, std::int32_t return_permille,
-                           const std::string& salt) {
-    return tree_.hint(salt, tokens, return_permille);
-  }
+  // Says how likely the end of a prefix is to be continued, and until when it is wanted where;
+  // returns the tokens of it found.
+  std::int32_t hint_prefix(TokenSpan tokens, std::int32_t return_permille, const std::string& salt,
+                           HoldTimes hold = {});
+  void set_costs(const Costs& costs) { costs_ = costs; }
   LeaseGrant lease(LeaseRequest request) { return leases_.lease(std::move(request), now_ms_); }
   bool release(std::int64_t lease_id) { return leases_.release(lease_id); }
   std::vector<LeaseEvent> drain_lease_events() { return leases_.drain_events(); }
   std::vector<KvEvent> drain_kv_events() { return kv_log_.drain(); }
+  std::vector<Send> drain_sends() { return std::exchange(sends_, {}); }
 
   const SchedulerConfig& config() const { return config_; }
   const PagePool& pool() const { return pool_; }
@@ -120,6 +144,9 @@ class Scheduler {
     return static_cast<std::int64_t>(waiting_.size() + arrivals_.size());
   }
   std::int64_t num_leaving() const { return num_leaving_; }
+  std::int64_t num_sending() const { return num_sending_; }
+  std::int64_t num_orders() const { return static_cast<std::int64_t>(orders_.size()); }
+  std::int64_t num_probes_open() const { return static_cast<std::int64_t>(probes_.size()); }
   std::int32_t num_steps_in_flight() const { return num_steps_in_flight_; }
 
   std::string find_broken_invariant() const;  // empty: none; walks everything
@@ -194,7 +221,6 @@ class Scheduler {
   Blocked what_decides(const Request& request) const;
 
   // transfers.cpp
-  bool write_through(const Node& end, std::int32_t from_tokens);
   const PageHash& page_hash(PageNames& names, TokenSpan tokens, std::int32_t index) const;
   std::vector<PageHash> pages_below(PageNames& names, TokenSpan tokens,
                                     const PrefixMatch& match) const;
@@ -206,11 +232,36 @@ class Scheduler {
   bool waits_for_transfer(Request& request, const PrefixMatch& match);
   bool is_waiting_for_transfer(Request& request) const;
   Admission make_admission(const Request& request, SlotId slot, const PrefixMatch& match) const;
-  bool bootstrap(Request& request, Plan& plan);
-  void apply_remote_prefill(const RemotePrefillInput& input, std::vector<EndedRequest>& ended);
   void apply_ack(const TransferAckInput& ack);
   void finish_transfer(std::int64_t id);
   void emit_moves(Plan& plan);
+
+  // moves.cpp
+  PageNames names_of(const std::string& salt, TokenSpan tokens, const PrefixMatch& match) const;
+  std::int32_t forget(const std::string& salt, TokenSpan tokens, const PageNames& names);
+  MoveResult work_on(MoveOrder& order);
+  MoveResult bring_up(MoveOrder& order, PrefixMatch match);
+  MoveResult bring_to_l2(MoveOrder& order, const PrefixMatch& match);
+  MoveResult bring_to_l3(MoveOrder& order, const PrefixMatch& match);
+  bool send_down(const MoveOrder& order, std::span<const RadixTree::NamedPage> pages,
+                 std::size_t index);
+  bool is_over(MoveOrder& order, const MoveResult& result) const;
+  void work_on_orders();
+  void end_holds();
+
+  // probes.cpp
+  void start_probe(Request& request);
+  bool is_waiting_for_probe(const Request& request) const;
+  void apply_probe(const ProbeDoneInput& input);
+  void emit_probes(Plan& plan);
+  std::size_t num_worth_loading(const std::vector<PageHash>& hashes, std::int32_t from) const;
+  std::int64_t prefill_ns(std::int32_t from, std::int32_t end) const;
+
+  // elsewhere.cpp
+  bool bootstrap(Request& request, Plan& plan);
+  void apply_remote_prefill(const RemotePrefillInput& input, std::vector<EndedRequest>& ended);
+  void finish(Request& request);
+  void apply_send_done(const SendDoneInput& input, std::vector<EndedRequest>& ended);
 
   // commit.cpp
   void validate(std::span<const InputEvent> events) const;
@@ -242,12 +293,14 @@ class Scheduler {
   LowerTiers tiers_;
   SlotPool slots_;
   RadixTree tree_;
+  WriteThrough write_through_;
   LeaseBook leases_;
   std::unordered_map<std::int64_t, std::unique_ptr<Request>> requests_;
   std::vector<Request*> arrivals_;  // submitted, not yet seen by a plan
   WaitQueue waiting_;
   std::vector<Request*> running_;
-  std::int64_t num_leaving_ = 0;  // Draining and Retracting requests
+  std::int64_t num_leaving_ = 0;  // Draining, Retracting and Sending requests
+  std::int64_t num_sending_ = 0;  // the Sending ones of them
   std::array<Step, kMaxStepsInFlight> steps_;
   std::int32_t first_step_ = 0;
   std::int32_t num_steps_in_flight_ = 0;
@@ -258,6 +311,14 @@ class Scheduler {
   std::map<PageHash, std::int64_t> fetching_;  // the same to L2
   std::int64_t next_transfer_ = 0;
   std::int64_t num_loads_ = 0;  // transfers that own L1 pages
+  std::map<std::int64_t, MoveOrder> orders_;  // in order of their making
+  std::int64_t next_order_ = 0;
+  std::map<std::int64_t, Probe> probes_;
+  std::map<PageHash, std::int64_t> probing_;  // first pages, and by which probe
+  std::int64_t next_probe_ = 0;
+  std::vector<std::int64_t> new_probes_;      // not told of yet
+  Costs costs_;
+  std::vector<Send> sends_;
   Blocked blocked_;
   std::vector<TableChange> table_changes_;
   std::vector<std::int64_t> retracted_;  // since the last plan

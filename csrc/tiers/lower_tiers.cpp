@@ -1,11 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
+// What lies where, in which order it is evicted, and who wants it kept.
 #include "tiers/lower_tiers.h"
+
+#include <algorithm>
 
 namespace moorage {
 
-LowerTiers::LowerTiers(std::int32_t num_l2_pages, bool use_l3, std::int32_t page_size,
-                       KvEventLog& log)
-    : use_l3_(use_l3), page_size_(page_size), log_(log), pool_(num_l2_pages) {}
+LowerTiers::LowerTiers(TierOptions options, KvEventLog& log)
+    : options_(options),
+      log_(log),
+      pool_(options.num_l2_pages),
+      value_(options.eviction, options.attention_len) {}
+
+void LowerTiers::set_now(TimeMs now_ms) {
+  now_ms_ = now_ms;
+  while (!deadlines_.empty() && std::get<TimeMs>(*deadlines_.begin()) <= now_ms) {
+    const auto [until, tier, hash] = *deadlines_.begin();
+    end_hold(tier, hash);
+    if (tier == Tier::kL2) {
+      leave_l2_for_l3(hash);
+    } else {
+      leave_l3(hash);
+    }
+  }
+}
 
 // ---- entries -----------------------------------------------------------------------------------
 
@@ -25,16 +43,33 @@ LowerTiers::Entry& LowerTiers::make(const PageHash& hash) {
   return at->second;
 }
 
+LowerTiers::Entry& LowerTiers::make(const PageName& name) {
+  Entry& entry = make(name.hash);
+  entry.parent = name.parent;
+  entry.end = name.end;
+  return entry;
+}
+
 bool LowerTiers::is_idle_end(const Entry& entry) {
-  return !entry.l2.is_empty() && entry.num_readers == 0 && entry.num_children == 0;
+  return !entry.l2.is_empty() && entry.num_readers == 0 && entry.num_children == 0 &&
+         entry.num_l2_leases == 0;
+}
+
+LowerTiers::Key LowerTiers::key_of(const PageHash& hash, const Entry& entry) {
+  return {entry.keep_value, entry.last_used_ms, entry.sequence, hash};
 }
 
 void LowerTiers::remember(const PageHash& hash, const Entry& entry) {
-  if (is_idle_end(entry)) idle_ends_.insert({entry.last_used_ms, entry.sequence, hash});
+  if (is_idle_end(entry)) idle_ends_.insert(key_of(hash, entry));
 }
 
 void LowerTiers::forget(const PageHash& hash, const Entry& entry) {
-  if (is_idle_end(entry)) idle_ends_.erase({entry.last_used_ms, entry.sequence, hash});
+  if (is_idle_end(entry)) idle_ends_.erase(key_of(hash, entry));
+}
+
+// Requires: it is forgotten.
+void LowerTiers::revalue(Entry& entry) {
+  entry.keep_value = value_.of(entry.end, entry.return_permille, entry.l2_until_ms > 0);
 }
 
 void LowerTiers::add_child(const PageHash& parent) {
@@ -55,9 +90,12 @@ void LowerTiers::remove_child(const PageHash& parent) {
 void LowerTiers::erase_if_unused(const PageHash& hash) {
   const Entry* entry = find(hash);
   if (entry == nullptr || !entry->l2.is_empty() || entry->in_l3 || entry->is_coming ||
-      entry->is_going || entry->num_readers > 0 || entry->num_children > 0) {
+      entry->is_going || entry->num_readers > 0 || entry->num_children > 0 ||
+      entry->num_l3_children > 0 || entry->num_l2_leases > 0 || entry->num_l3_leases > 0) {
     return;
   }
+  end_hold(Tier::kL2, hash);
+  end_hold(Tier::kL3, hash);
   entries_.erase(hash);
 }
 
@@ -66,6 +104,7 @@ void LowerTiers::settle_in(const PageHash& hash, OwnedPages page) {
   entry.is_coming = false;
   entry.last_used_ms = now_ms_;
   entry.l2.append(std::move(page));
+  revalue(entry);
   remember(hash, entry);
   log(KvEventKind::kStored, Tier::kL2, hash, entry.parent);
 }
@@ -76,27 +115,54 @@ void LowerTiers::lose_l2(const PageHash& hash) {
   const PageHash parent = entry.parent;
   forget(hash, entry);
   entry.l2.free_back(1);
+  num_leased_lost_ += entry.num_l2_leases > 0 ? 1 : 0;
   log(KvEventKind::kRemoved, Tier::kL2, hash, parent);
+  inherit(parent, entry);
+  end_hold(Tier::kL2, hash);
   remove_child(parent);
+}
+
+// The end of a chain goes: what was said of it is said of the page before it.
+void LowerTiers::inherit(const PageHash& parent, const Entry& child) {
+  Entry* entry = parent == kRootHash ? nullptr : find(parent);
+  if (entry == nullptr || entry->l2.is_empty() || entry->num_children > 1 ||
+      entry->last_used_ms > child.last_used_ms) {
+    return;
+  }
+  entry->return_permille = child.return_permille;
+  entry->keep_value = child.keep_value;
+  if (child.l2_until_ms > entry->l2_until_ms) {
+    end_hold(Tier::kL2, parent);
+    entry->l2_until_ms = child.l2_until_ms;
+    deadlines_.insert({entry->l2_until_ms, Tier::kL2, parent});
+  }
 }
 
 void LowerTiers::set_l3(const PageHash& hash, bool in_l3) {
   Entry& entry = *find(hash);
   if (entry.in_l3 == in_l3) return;
+  const PageHash parent = entry.parent;
   entry.in_l3 = in_l3;
   num_l3_pages_ += in_l3 ? 1 : -1;
-  log(in_l3 ? KvEventKind::kStored : KvEventKind::kRemoved, Tier::kL3, hash, entry.parent);
-  if (!in_l3) return;
-  l3_order_.push_back(hash);
-  while (static_cast<std::int64_t>(l3_order_.size()) > kMaxL3Pages) {
-    const PageHash oldest = l3_order_.front();
-    l3_order_.pop_front();
-    if (find(oldest) != nullptr) set_l3(oldest, false), erase_if_unused(oldest);
+  log(in_l3 ? KvEventKind::kStored : KvEventKind::kRemoved, Tier::kL3, hash, parent);
+  if (parent != kRootHash) make(parent).num_l3_children += in_l3 ? 1 : -1;
+  if (!in_l3) {
+    num_leased_lost_ += entry.num_l3_leases > 0 ? 1 : 0;
+    l3_order_.erase({entry.l3_sequence, hash});
+    end_hold(Tier::kL3, hash);
+    return erase_if_unused(parent);
+  }
+  entry.l3_sequence = next_l3_sequence_++;
+  if (entry.num_l3_leases == 0) l3_order_.insert({entry.l3_sequence, hash});
+  while (num_l3_pages_ > options_.num_l3_pages && !l3_order_.empty()) {
+    const PageHash oldest = l3_order_.begin()->second;
+    set_l3(oldest, false);
+    if (oldest != hash) erase_if_unused(oldest);
   }
 }
 
 void LowerTiers::log(KvEventKind kind, Tier tier, const PageHash& hash, const PageHash& parent) {
-  log_.add({kind, tier, hash, parent, page_size_});
+  log_.add({kind, tier, hash, parent, options_.page_size});
 }
 
 // ---- looking -----------------------------------------------------------------------------------
@@ -116,143 +182,139 @@ bool LowerTiers::is_coming_to_l2(const PageHash& hash) const {
   return entry != nullptr && entry->is_coming;
 }
 
+bool LowerTiers::is_going_to_l3(const PageHash& hash) const {
+  const Entry* entry = find(hash);
+  return entry != nullptr && entry->is_going;
+}
+
+bool LowerTiers::is_moving(const PageHash& hash) const {
+  const Entry* entry = find(hash);
+  return entry != nullptr && (entry->is_coming || entry->num_readers > 0);
+}
+
 void LowerTiers::touch(const PageHash& hash) {
   Entry* entry = find(hash);
   if (entry == nullptr) return;
   forget(hash, *entry);
   entry->last_used_ms = now_ms_;
+  revalue(*entry);
   remember(hash, *entry);
 }
 
-// ---- tickets -----------------------------------------------------------------------------------
+// ---- valuing -----------------------------------------------------------------------------------
 
-bool LowerTiers::make_room() {
-  if (pool_.num_free() > 0) return true;
-  if (idle_ends_.empty()) return false;
-  const PageHash victim = std::get<PageHash>(*idle_ends_.begin());
-  lose_l2(victim);
-  erase_if_unused(victim);
-  return true;
+void LowerTiers::value(const PageHash& hash, std::int32_t return_permille) {
+  Entry* entry = find(hash);
+  if (entry == nullptr) return;
+  forget(hash, *entry);
+  entry->return_permille = return_permille;
+  revalue(*entry);
+  remember(hash, *entry);
 }
 
-// Marks the page as coming: its parent is then no end of a chain, so room is not made of it.
-OwnedPages LowerTiers::take_page(const PageHash& hash, const PageHash& parent) {
-  OwnedPages page(pool_, PageOwner::kInFlight);
-  Entry& entry = make(hash);
-  entry.parent = parent;
-  entry.is_coming = true;
-  add_child(parent);
-  if (make_room()) {
-    page.grow();
-    return page;
+void LowerTiers::hold(const PageHash& hash, TimeMs l2_until_ms, TimeMs l3_until_ms) {
+  Entry* entry = find(hash);
+  if (entry == nullptr) return;
+  end_hold(Tier::kL2, hash);
+  end_hold(Tier::kL3, hash);
+  forget(hash, *entry);
+  entry->l2_until_ms = l2_until_ms;
+  entry->l3_until_ms = l3_until_ms;
+  if (l2_until_ms > 0) deadlines_.insert({l2_until_ms, Tier::kL2, hash});
+  if (l3_until_ms > 0) deadlines_.insert({l3_until_ms, Tier::kL3, hash});
+  revalue(*entry);
+  remember(hash, *entry);
+}
+
+void LowerTiers::end_hold(Tier tier, const PageHash& hash) {
+  Entry& entry = *find(hash);
+  TimeMs& until = tier == Tier::kL2 ? entry.l2_until_ms : entry.l3_until_ms;
+  if (until > 0) deadlines_.erase({std::exchange(until, 0), tier, hash});
+}
+
+// Nobody asks for the end of this chain in L2 any longer: what L3 has of it goes, the rest is worth
+// nothing more than its room.
+void LowerTiers::leave_l2_for_l3(PageHash hash) {
+  value(hash, 0);
+  while (hash != kRootHash) {
+    Entry* entry = find(hash);
+    if (entry == nullptr || !is_idle_end(*entry) || entry->l2_until_ms > 0) return;
+    if (!entry->in_l3) return value(hash, 0);
+    const PageHash parent = entry->parent;
+    lose_l2(hash);
+    hash = parent;
   }
-  find(hash)->is_coming = false;
-  remove_child(parent);
-  erase_if_unused(hash);
-  return page;
 }
 
-std::int64_t LowerTiers::issue(MoveKind kind, const PageHash& hash, PageHold source,
-                               OwnedPages target, std::int32_t source_page,
-                               std::int32_t target_page) {
-  const std::int64_t ticket = next_ticket_++;
-  moves_.push_back({ticket, kind, source_page, target_page, hash});
-  tickets_.emplace(ticket, Ticket{kind, hash, std::move(source), std::move(target)});
-  return ticket;
-}
-
-bool LowerTiers::write_back(PagePool& l1, PageId source, const PageHash& hash,
-                            const PageHash& parent) {
-  if (is_in_l2(hash) || is_coming_to_l2(hash)) return true;
-  OwnedPages target = take_page(hash, parent);
-  if (target.is_empty()) return false;
-  const std::int32_t page = target[0].value;
-  issue(MoveKind::kWriteBack, hash, PageHold(l1, source), std::move(target), source.value, page);
-  return true;
-}
-
-std::int64_t LowerTiers::fetch(const PageHash& hash) {
-  const PageHash parent = find(hash)->parent;
-  OwnedPages target = take_page(hash, parent);
-  if (target.is_empty()) return -1;
-  const std::int32_t page = target[0].value;
-  return issue(MoveKind::kFetch, hash, PageHold(), std::move(target), -1, page);
-}
-
-std::int64_t LowerTiers::load_back(const PageHash& hash, PageId target) {
-  Entry& entry = *find(hash);
-  forget(hash, entry);
-  entry.num_readers += 1;
-  entry.last_used_ms = now_ms_;
-  return issue(MoveKind::kLoadBack, hash, PageHold(pool_, entry.l2[0]),
-               OwnedPages(pool_, PageOwner::kInFlight), entry.l2[0].value, target.value);
-}
-
-void LowerTiers::store(const PageHash& hash) {
-  Entry& entry = *find(hash);
-  if (!use_l3_ || entry.in_l3 || entry.is_going) return;
-  forget(hash, entry);
-  entry.num_readers += 1;
-  entry.is_going = true;
-  issue(MoveKind::kStore, hash, PageHold(pool_, entry.l2[0]),
-        OwnedPages(pool_, PageOwner::kInFlight), entry.l2[0].value, -1);
-}
-
-bool LowerTiers::is_in_flight(std::int64_t ticket) const {
-  return tickets_.contains(ticket) && (moves_.empty() || ticket < moves_.front().ticket);
-}
-
-void LowerTiers::ack(std::int64_t ticket, bool ok) {
-  auto node = tickets_.extract(ticket);
-  Ticket& done = node.mapped();
-  const PageHash hash = done.hash;
-  Entry& entry = *find(hash);
-  num_lost_ += ok ? 0 : 1;
-  if (done.kind == MoveKind::kWriteBack || done.kind == MoveKind::kFetch) {
-    if (ok) {
-      settle_in(hash, std::move(done.target));
-      if (done.kind == MoveKind::kWriteBack) store(hash);
+void LowerTiers::leave_l3(PageHash hash) {
+  while (hash != kRootHash) {
+    const Entry* entry = find(hash);
+    if (entry == nullptr || !entry->in_l3 || entry->num_l3_children > 0 ||
+        entry->num_l3_leases > 0 || entry->l3_until_ms > 0 || entry->is_coming) {
       return;
     }
-    const PageHash parent = entry.parent;
-    entry.is_coming = false;
-    if (done.kind == MoveKind::kFetch) set_l3(hash, false);
-    remove_child(parent);
-    return erase_if_unused(hash);
+    const PageHash parent = entry->parent;
+    set_l3(hash, false);
+    erase_if_unused(hash);
+    hash = parent;
   }
-  forget(hash, entry);
-  entry.num_readers -= 1;
-  remember(hash, entry);
-  if (done.kind == MoveKind::kStore) {
-    entry.is_going = false;
-    if (ok) set_l3(hash, true);
-  } else if (!ok) {
-    lose_l2(hash);
+}
+
+// ---- leases ------------------------------------------------------------------------------------
+
+void LowerTiers::lease(Tier tier, const PageHash& hash) {
+  Entry& entry = *find(hash);
+  if (tier == Tier::kL2) {
+    forget(hash, entry);
+    num_l2_leased_ += entry.num_l2_leases++ == 0 ? 1 : 0;
+    return remember(hash, entry);
+  }
+  if (entry.num_l3_leases++ > 0) return;
+  num_l3_leased_ += 1;
+  l3_order_.erase({entry.l3_sequence, hash});
+}
+
+void LowerTiers::unlease(Tier tier, const PageHash& hash) {
+  Entry& entry = *find(hash);
+  if (tier == Tier::kL2) {
+    forget(hash, entry);
+    num_l2_leased_ -= --entry.num_l2_leases == 0 ? 1 : 0;
+    remember(hash, entry);
+  } else if (--entry.num_l3_leases == 0) {
+    num_l3_leased_ -= 1;
+    if (entry.in_l3) l3_order_.insert({entry.l3_sequence, hash});
   }
   erase_if_unused(hash);
+}
+
+bool LowerTiers::is_leased(Tier tier, const PageHash& hash) const {
+  const Entry* entry = find(hash);
+  return entry != nullptr && (tier == Tier::kL2 ? entry->num_l2_leases : entry->num_l3_leases) > 0;
 }
 
 // ---- from outside ------------------------------------------------------------------------------
 
-void LowerTiers::adopt_l2(const PageHash& hash, const PageHash& parent, PageId page) {
-  if (is_in_l2(hash) || is_coming_to_l2(hash)) return;
+void LowerTiers::adopt_l2(const PageName& name, PageId page) {
+  if (is_in_l2(name.hash) || is_coming_to_l2(name.hash)) return;
   OwnedPages owned(pool_, PageOwner::kInFlight);
   const PageId one[] = {page};
   owned.take(one);
-  make(hash).parent = parent;
-  add_child(parent);
-  settle_in(hash, std::move(owned));
+  make(name);
+  add_child(name.parent);
+  settle_in(name.hash, std::move(owned));
 }
 
-void LowerTiers::adopt_l3(const PageHash& hash, const PageHash& parent) {
-  make(hash).parent = parent;
-  set_l3(hash, true);
+void LowerTiers::adopt_l3(const PageName& name) {
+  make(name);
+  set_l3(name.hash, true);
+  erase_if_unused(name.hash);
 }
 
 bool LowerTiers::drop(const PageHash& hash) {
   const Entry* entry = find(hash);
   if (entry == nullptr) return true;
-  if (entry->is_coming || entry->is_going || entry->num_readers > 0 || entry->num_children > 0) {
+  if (entry->is_coming || entry->is_going || entry->num_readers > 0 || entry->num_children > 0 ||
+      entry->num_l2_leases > 0 || entry->num_l3_leases > 0) {
     return false;
   }
   lose_l2(hash);
@@ -261,15 +323,42 @@ bool LowerTiers::drop(const PageHash& hash) {
   return true;
 }
 
+bool LowerTiers::let_go_of_l2(const PageHash& hash) {
+  const Entry* entry = find(hash);
+  if (entry == nullptr) return true;
+  if (!is_idle_end(*entry)) return entry->l2.is_empty() && !entry->is_coming;
+  lose_l2(hash);
+  erase_if_unused(hash);
+  return true;
+}
+
 std::string LowerTiers::find_broken_invariant() const {
   std::size_t num_pages = pool_.free_list().size() + pool_.orphans().size(), num_ends = 0;
-  std::int64_t num_l3 = 0;
+  std::size_t num_l3_idle = 0, num_holds = 0;
+  std::int64_t num_l3 = 0, num_l2_leased = 0, num_l3_leased = 0;
+  std::unordered_map<PageHash, std::pair<int, int>, HashOfHash> children;
   for (const auto& [hash, entry] : entries_) {
     num_pages += static_cast<std::size_t>(entry.l2.size());
     num_l3 += entry.in_l3 ? 1 : 0;
     num_ends += is_idle_end(entry) ? 1 : 0;
+    num_l3_idle += entry.in_l3 && entry.num_l3_leases == 0 ? 1 : 0;
+    num_l2_leased += entry.num_l2_leases > 0 ? 1 : 0;
+    num_l3_leased += entry.num_l3_leases > 0 ? 1 : 0;
+    num_holds += (entry.l2_until_ms > 0 ? 1 : 0) + (entry.l3_until_ms > 0 ? 1 : 0);
+    children[entry.parent].first += !entry.l2.is_empty() || entry.is_coming ? 1 : 0;
+    children[entry.parent].second += entry.in_l3 ? 1 : 0;
     if (entry.l2.size() > 1) return "a page lies twice in L2";
     if (entry.is_coming && !entry.l2.is_empty()) return "a page comes to L2 and is there";
+    if (is_idle_end(entry) && !idle_ends_.contains(key_of(hash, entry))) {
+      return "an idle end is not in the L2 eviction order";
+    }
+  }
+  for (const auto& [hash, entry] : entries_) {
+    const auto found = children.find(hash);
+    const std::pair<int, int> count = found == children.end() ? std::pair(0, 0) : found->second;
+    if (count != std::pair(entry.num_children, entry.num_l3_children)) {
+      return "a page counts other children than it has";
+    }
   }
   for (const auto& [id, ticket] : tickets_) {
     num_pages += static_cast<std::size_t>(ticket.target.size());
@@ -277,6 +366,11 @@ std::string LowerTiers::find_broken_invariant() const {
   }
   if (num_pages != static_cast<std::size_t>(pool_.num_pages())) return "an L2 page is in no place";
   if (num_ends != idle_ends_.size()) return "the L2 eviction order lacks a page or has one too many";
+  if (num_l3_idle != l3_order_.size()) return "the L3 order lacks a page or has one too many";
+  if (num_holds != deadlines_.size()) return "a deadline is lost";
+  if (num_l2_leased != num_l2_leased_ || num_l3_leased != num_l3_leased_) {
+    return "a count of leased pages is off";
+  }
   return num_l3 == num_l3_pages_ ? "" : "the count of L3 pages is off";
 }
 

@@ -5,12 +5,12 @@
 // Invariants:
 //   free + resident + incoming + orphaned == num_l2_pages
 //   a ticket owns the page it writes and holds the one it reads until it is acked
-//   a page with children in L2 stays there: eviction takes ends of chains, least recently used first
+//   a page with children in L2 stays there: eviction takes ends of chains, in the order of Key
+//   a leased page is not evicted; it may be lost with a failed transfer
 // Thread rule: one thread.
 #pragma once
 
 #include <cstring>
-#include <deque>
 #include <map>
 #include <set>
 #include <tuple>
@@ -19,6 +19,7 @@
 
 #include "events/kv_events.h"
 #include "pages/owned_pages.h"
+#include "prefix/eviction.h"
 
 namespace moorage {
 
@@ -48,41 +49,75 @@ struct Move {
   PageHash hash;
 };
 
+// A full page: its name, the name before it, and where the prefix it ends, ends.
+struct PageName {
+  PageHash hash;
+  PageHash parent;
+  std::int32_t end = 0;  // tokens
+};
+
+struct TierOptions {
+  std::int32_t num_l2_pages = 0;
+  bool use_l3 = false;
+  std::int32_t num_l3_pages = 1 << 22;  // names remembered
+  std::int32_t page_size = 64;
+  EvictionPolicy eviction = EvictionPolicy::kValue;
+  std::int32_t attention_len = 32768;
+};
+
 class LowerTiers : public LowerResidency {
  public:
-  LowerTiers(std::int32_t num_l2_pages, bool use_l3, std::int32_t page_size, KvEventLog& log);
+  LowerTiers(TierOptions options, KvEventLog& log);
 
   bool is_enabled() const { return pool_.num_pages() > 0; }
-  void set_now(TimeMs now_ms) { now_ms_ = now_ms; }
+  void set_now(TimeMs now_ms);  // wishes to keep pages end with their time
 
   bool is_in_l2(const PageHash& hash) const override;
   bool is_in_l3(const PageHash& hash) const;
   bool is_coming_to_l2(const PageHash& hash) const;
+  bool is_going_to_l3(const PageHash& hash) const;
+  bool is_moving(const PageHash& hash) const;  // some ticket reads or writes it
+  bool may_take_page() const { return pool_.num_free() > 0 || !idle_ends_.empty(); }
   void touch(const PageHash& hash);
 
-  // Each makes a ticket; false (or -1): L2 has no room.
-  bool write_back(PagePool& l1, PageId source, const PageHash& hash, const PageHash& parent);
+  // Each makes a ticket; false (or -1): L2 has no room. A page that came to L2 goes on to L3.
+  bool write_back(PagePool& l1, PageId source, const PageName& name);
   std::int64_t fetch(const PageHash& hash);                    // Requires: is_in_l3(hash)
   std::int64_t load_back(const PageHash& hash, PageId target);  // Requires: is_in_l2(hash)
+  void store(const PageHash& hash);                             // Requires: is_in_l2(hash)
 
   bool is_in_flight(std::int64_t ticket) const;  // and told of
   void ack(std::int64_t ticket, bool ok);        // Requires: is_in_flight(ticket)
   std::vector<Move> drain_moves() { return std::exchange(moves_, {}); }
+  std::int64_t newest_ticket() const { return next_ticket_ - 1; }
+  bool is_over(std::int64_t ticket) const;  // it and all before it are acked
 
-  // Takes in what survived a restart. Requires: the pages are free; parents come first.
-  void adopt_l2(const PageHash& hash, const PageHash& parent, PageId page);
-  void adopt_l3(const PageHash& hash, const PageHash& parent);
-  bool drop(const PageHash& hash);  // false: it is an inner page of a chain, or on its way
+  // Takes in what survived a restart, or was found. Requires: the page is free.
+  void adopt_l2(const PageName& name, PageId page);
+  void adopt_l3(const PageName& name);
+  // False: it is an inner page of a chain, leased, or on its way.
+  bool drop(const PageHash& hash);
+  bool let_go_of_l2(const PageHash& hash);
+
+  // ---- valuing: the end of a chain in L2 stands for the chain behind its last fork.
+  void value(const PageHash& hash, std::int32_t return_permille);
+  void hold(const PageHash& hash, TimeMs l2_until_ms, TimeMs l3_until_ms);  // 0: no wish
+
+  // ---- leases, counted per page.
+  void lease(Tier tier, const PageHash& hash);    // Requires: there, or coming to L2
+  void unlease(Tier tier, const PageHash& hash);
+  bool is_leased(Tier tier, const PageHash& hash) const;
+  std::int32_t num_leased(Tier tier) const { return tier == Tier::kL2 ? num_l2_leased_ : num_l3_leased_; }
+  std::int64_t num_leased_lost() const { return num_leased_lost_; }
 
   const PagePool& pool() const { return pool_; }
   std::int64_t num_in_flight() const { return static_cast<std::int64_t>(tickets_.size()); }
   std::int64_t num_l3_pages() const { return num_l3_pages_; }
   std::int64_t num_lost() const { return num_lost_; }
+  std::int64_t num_evicted() const { return num_evicted_; }
   std::string find_broken_invariant() const;
 
  private:
-  static constexpr std::int64_t kMaxL3Pages = 1 << 22;  // names remembered, not a capacity
-
   struct HashOfHash {
     std::size_t operator()(const PageHash& hash) const {
       std::size_t value = 0;
@@ -93,14 +128,23 @@ class LowerTiers : public LowerResidency {
   struct Entry {
     explicit Entry(PagePool& pool) : l2(pool, PageOwner::kTree) {}
     PageHash parent{};
-    OwnedPages l2;  // at most one page
+    std::int32_t end = 0;  // tokens up to and with this page
+    OwnedPages l2;         // at most one page
     bool in_l3 = false;
     bool is_coming = false;       // a ticket writes its L2 page
     bool is_going = false;        // a ticket stores it in L3
     std::int32_t num_readers = 0;   // tickets that read its L2 page
     std::int32_t num_children = 0;  // in L2 or on their way there
+    std::int32_t num_l3_children = 0;
+    std::int32_t num_l2_leases = 0;
+    std::int32_t num_l3_leases = 0;
+    std::int32_t return_permille = kDefaultReturnPermille;
+    TimeMs l2_until_ms = 0;  // its owner would like it there until then; 0: no such wish
+    TimeMs l3_until_ms = 0;
+    std::int64_t keep_value = 0;
     TimeMs last_used_ms = 0;
     std::int64_t sequence = 0;
+    std::int64_t l3_sequence = 0;
   };
   struct Ticket {
     MoveKind kind;
@@ -108,40 +152,56 @@ class LowerTiers : public LowerResidency {
     PageHold source;
     OwnedPages target;
   };
-  using Key = std::tuple<TimeMs, std::int64_t, PageHash>;
+  using Key = std::tuple<std::int64_t, TimeMs, std::int64_t, PageHash>;  // value, use, age
+  using Deadline = std::tuple<TimeMs, Tier, PageHash>;
 
+  // lower_tiers.cpp
   Entry* find(const PageHash& hash);
   const Entry* find(const PageHash& hash) const;
   Entry& make(const PageHash& hash);
+  Entry& make(const PageName& name);
   static bool is_idle_end(const Entry& entry);
+  static Key key_of(const PageHash& hash, const Entry& entry);
   void remember(const PageHash& hash, const Entry& entry);
   void forget(const PageHash& hash, const Entry& entry);
+  void revalue(Entry& entry);
   void add_child(const PageHash& parent);
   void remove_child(const PageHash& parent);
   void settle_in(const PageHash& hash, OwnedPages page);
   void lose_l2(const PageHash& hash);
   void set_l3(const PageHash& hash, bool in_l3);
+  void inherit(const PageHash& parent, const Entry& child);
+  void end_hold(Tier tier, const PageHash& hash);
+  void leave_l2_for_l3(PageHash hash);
+  void leave_l3(PageHash hash);
   void erase_if_unused(const PageHash& hash);
+  void log(KvEventKind kind, Tier tier, const PageHash& hash, const PageHash& parent);
+
+  // tickets.cpp
   bool make_room();
   OwnedPages take_page(const PageHash& hash, const PageHash& parent);
   std::int64_t issue(MoveKind kind, const PageHash& hash, PageHold source, OwnedPages target,
                      std::int32_t source_page, std::int32_t target_page);
-  void store(const PageHash& hash);
-  void log(KvEventKind kind, Tier tier, const PageHash& hash, const PageHash& parent);
 
-  const bool use_l3_;
-  const std::int32_t page_size_;
+  const TierOptions options_;
   KvEventLog& log_;
   PagePool pool_;
+  EvictionValue value_;
   std::unordered_map<PageHash, Entry, HashOfHash> entries_;
   std::set<Key> idle_ends_;
+  std::set<Deadline> deadlines_;
+  std::set<std::pair<std::int64_t, PageHash>> l3_order_;  // without the leased ones
   std::map<std::int64_t, Ticket> tickets_;
   std::vector<Move> moves_;           // not told of yet
-  std::deque<PageHash> l3_order_;
   std::int64_t num_l3_pages_ = 0;
+  std::int32_t num_l2_leased_ = 0;
+  std::int32_t num_l3_leased_ = 0;
+  std::int64_t num_leased_lost_ = 0;
   std::int64_t num_lost_ = 0;
+  std::int64_t num_evicted_ = 0;
   std::int64_t next_ticket_ = 0;
   std::int64_t next_sequence_ = 0;
+  std::int64_t next_l3_sequence_ = 0;
   TimeMs now_ms_ = 0;
 };
 

@@ -25,11 +25,14 @@ from _scheduler import (
     Abort,
     Ended,
     LeaseGrant,
+    MoveResult,
     Plan,
+    ProbeDone,
     RemotePrefill,
     RequestSpec,
     Scheduler,
     SchedulerConfig,
+    SendDone,
     StepDone,
     TransferAck,
 )
@@ -52,6 +55,10 @@ CONFIG_FIELDS = (
     "tenant_lease_percent",
     "num_l2_pages",
     "use_l3",
+    "num_l3_pages",
+    "probe_l3",
+    "l3_wait_ms",
+    "max_preemptions",
 )
 PLAN_ARRAYS = (
     "row_request_ids",
@@ -65,6 +72,9 @@ PLAN_ARRAYS = (
     "page_copies",
     "moves",
     "move_hashes",
+    "probe_ids",
+    "probe_indptr",
+    "probe_hashes",
 )
 
 
@@ -82,6 +92,8 @@ class SpecRecord(msgspec.Struct):
     expected_return: float
     num_draft_tokens: int = 0
     remote_prefill: bool = False
+    l3_wait_ms: int = -1
+    send_kv: bool = False
 
 
 class Submitted(msgspec.Struct, tag="submit"):
@@ -116,7 +128,17 @@ class RemoteRecord(msgspec.Struct, tag="remote_prefill"):
     ok: bool
 
 
-EventRecord = StepRecord | AbortRecord | AckRecord | RemoteRecord
+class ProbeRecord(msgspec.Struct, tag="probe_done"):
+    probe_id: int
+    num_pages: int
+
+
+class SendRecord(msgspec.Struct, tag="send_done"):
+    request_id: int
+    ok: bool
+
+
+EventRecord = StepRecord | AbortRecord | AckRecord | RemoteRecord | ProbeRecord | SendRecord
 
 
 class Advanced(msgspec.Struct, tag="advance"):
@@ -134,6 +156,15 @@ class Hinted(msgspec.Struct, tag="hint_prefix"):
     token_ids: bytes
     expected_return: float
     salt: str
+    l1_until_ms: int = 0
+    l2_until_ms: int = 0
+    l3_until_ms: int = 0
+
+
+class Costs(msgspec.Struct, tag="set_costs"):
+    l2_us_per_page: float
+    l3_us_per_page: float
+    prefill_us_per_token: float
 
 
 class Leased(msgspec.Struct, tag="lease"):
@@ -143,6 +174,7 @@ class Leased(msgspec.Struct, tag="lease"):
     tenant: str
     salt: str
     tier: str
+    digest: str
 
 
 class Released(msgspec.Struct, tag="release"):
@@ -153,6 +185,7 @@ class Moved(msgspec.Struct, tag="move"):
     token_ids: bytes
     tier: str
     salt: str
+    digest: str
 
 
 class Adopted(msgspec.Struct, tag="adopt"):
@@ -174,6 +207,7 @@ Record = (
     | Released
     | Moved
     | Adopted
+    | Costs
 )
 
 
@@ -201,6 +235,17 @@ def digest_ended(ended: Sequence[Ended]) -> str:
     return sha.hexdigest()
 
 
+def digest_move(result: MoveResult) -> str:
+    """What a move said."""
+    numbers = (result.tokens_there, result.tokens_pending, result.tokens_missing, result.num_pages)
+    return "/".join(map(str, numbers))
+
+
+def digest_grant(grant: LeaseGrant) -> str:
+    """What the answer to a lease said."""
+    return f"{grant.state}/{grant.tokens_granted}/{grant.reason}"
+
+
 def as_ids(token_ids: bytes) -> NDArray[np.int32]:
     return np.frombuffer(token_ids, "<i4").astype(np.int32, copy=False)
 
@@ -212,6 +257,10 @@ def record_event(event: Event) -> EventRecord:
         return AckRecord(event.ticket, event.ok)
     if isinstance(event, RemotePrefill):
         return RemoteRecord(event.request_id, event.ok)
+    if isinstance(event, ProbeDone):
+        return ProbeRecord(event.probe_id, event.num_pages)
+    if isinstance(event, SendDone):
+        return SendRecord(event.request_id, event.ok)
     return StepRecord(
         step_id=event.step_id,
         num_columns=event.token_ids.shape[1],
@@ -229,6 +278,10 @@ def event_of(record: EventRecord) -> Event:
         return TransferAck(ticket=record.ticket, ok=record.ok)
     if isinstance(record, RemoteRecord):
         return RemotePrefill(request_id=record.request_id, ok=record.ok)
+    if isinstance(record, ProbeRecord):
+        return ProbeDone(probe_id=record.probe_id, num_pages=record.num_pages)
+    if isinstance(record, SendRecord):
+        return SendDone(request_id=record.request_id, ok=record.ok)
     num_accepted = as_ids(record.num_accepted)
     return StepDone(
         step_id=record.step_id,
@@ -264,6 +317,8 @@ class RecordingScheduler(Scheduler):
                 expected_return=spec.expected_return,
                 num_draft_tokens=spec.num_draft_tokens,
                 remote_prefill=spec.remote_prefill,
+                l3_wait_ms=spec.l3_wait_ms,
+                send_kv=spec.send_kv,
             )
             for spec in specs
         ]
@@ -287,16 +342,46 @@ class RecordingScheduler(Scheduler):
         return freed
 
     def hint_prefix(
-        self, token_ids: NDArray[np.int32], expected_return: float, salt: str = ""
+        self,
+        token_ids: NDArray[np.int32],
+        expected_return: float,
+        salt: str = "",
+        *,
+        l1_until_ms: int = 0,
+        l2_until_ms: int = 0,
+        l3_until_ms: int = 0,
     ) -> int:
-        found = super().hint_prefix(token_ids, expected_return, salt)
-        self._write(Hinted(token_ids.tobytes(), expected_return, salt))
+        until = (l1_until_ms, l2_until_ms, l3_until_ms)
+        found = super().hint_prefix(
+            token_ids,
+            expected_return,
+            salt,
+            l1_until_ms=l1_until_ms,
+            l2_until_ms=l2_until_ms,
+            l3_until_ms=l3_until_ms,
+        )
+        self._write(Hinted(token_ids.tobytes(), expected_return, salt, *until))
         return found
 
-    def move(self, token_ids: NDArray[np.int32], tier: str, salt: str = "") -> int:
-        num_pages = super().move(token_ids, tier, salt)
-        self._write(Moved(token_ids.tobytes(), tier, salt))
-        return num_pages
+    def set_costs(
+        self,
+        *,
+        l2_us_per_page: float = 0.0,
+        l3_us_per_page: float = 0.0,
+        prefill_us_per_token: float = 0.0,
+    ) -> None:
+        record = Costs(l2_us_per_page, l3_us_per_page, prefill_us_per_token)
+        super().set_costs(
+            l2_us_per_page=l2_us_per_page,
+            l3_us_per_page=l3_us_per_page,
+            prefill_us_per_token=prefill_us_per_token,
+        )
+        self._write(record)
+
+    def move(self, token_ids: NDArray[np.int32], tier: str, salt: str = "") -> MoveResult:
+        result = super().move(token_ids, tier, salt)
+        self._write(Moved(token_ids.tobytes(), tier, salt, digest_move(result)))
+        return result
 
     def adopt(
         self,
@@ -328,7 +413,8 @@ class RecordingScheduler(Scheduler):
             salt=salt,
             tier=tier,
         )
-        self._write(Leased(lease_id, token_ids.tobytes(), until_ms, tenant, salt, tier))
+        digest = digest_grant(grant)
+        self._write(Leased(lease_id, token_ids.tobytes(), until_ms, tenant, salt, tier, digest))
         return grant
 
     def release(self, lease_id: int) -> bool:
@@ -348,10 +434,23 @@ def apply(scheduler: Scheduler, record: Record) -> str:
             return digest_ended(scheduler.advance([event_of(event) for event in events]))
         case Dropped(token_ids, keep_tokens, salt):
             scheduler.drop_prefix(as_ids(token_ids), keep_tokens, salt)
-        case Hinted(token_ids, expected_return, salt):
-            scheduler.hint_prefix(as_ids(token_ids), expected_return, salt)
+        case Hinted():
+            scheduler.hint_prefix(
+                as_ids(record.token_ids),
+                record.expected_return,
+                record.salt,
+                l1_until_ms=record.l1_until_ms,
+                l2_until_ms=record.l2_until_ms,
+                l3_until_ms=record.l3_until_ms,
+            )
+        case Costs():
+            scheduler.set_costs(
+                l2_us_per_page=record.l2_us_per_page,
+                l3_us_per_page=record.l3_us_per_page,
+                prefill_us_per_token=record.prefill_us_per_token,
+            )
         case Leased():
-            scheduler.lease(
+            grant = scheduler.lease(
                 lease_id=record.lease_id,
                 token_ids=as_ids(record.token_ids),
                 until_ms=record.until_ms,
@@ -359,8 +458,9 @@ def apply(scheduler: Scheduler, record: Record) -> str:
                 salt=record.salt,
                 tier=record.tier,
             )
+            return digest_grant(grant)
         case Moved(token_ids, tier, salt):
-            scheduler.move(as_ids(token_ids), tier, salt)
+            return digest_move(scheduler.move(as_ids(token_ids), tier, salt))
         case Adopted(tier, token_ids, page_hashes, pages, salt):
             scheduler.adopt(tier, as_ids(token_ids), page_hashes, as_ids(pages), salt)
         case Released(lease_id):
@@ -381,6 +481,8 @@ def spec_of(record: SpecRecord) -> RequestSpec:
         expected_return=record.expected_return,
         num_draft_tokens=record.num_draft_tokens,
         remote_prefill=record.remote_prefill,
+        l3_wait_ms=record.l3_wait_ms,
+        send_kv=record.send_kv,
     )
 
 

@@ -12,12 +12,14 @@ PageHash name(std::uint8_t value) {
   return hash;
 }
 
+PageName page(std::uint8_t value, const PageHash& parent) { return {name(value), parent, 4 * value}; }
+
 class LowerTiersTest : public testing::Test {
  protected:
   // Writes pages 1..last back as one chain; their stores are not told of yet.
   void write_chain(std::uint8_t last) {
     for (std::uint8_t i = 1; i <= last; ++i) {
-      EXPECT_TRUE(tiers_.write_back(l1_, cached_[i], name(i), name(i - 1)));
+      EXPECT_TRUE(tiers_.write_back(l1_, cached_[i], page(i, name(i - 1))));
     }
     for (const Move& move : tiers_.drain_moves()) tiers_.ack(move.ticket, true);
   }
@@ -29,12 +31,12 @@ class LowerTiersTest : public testing::Test {
 
   PagePool l1_{6};
   KvEventLog log_;
-  LowerTiers tiers_{3, true, 4, log_};
+  LowerTiers tiers_{{.num_l2_pages = 3, .use_l3 = true, .page_size = 4}, log_};
   OwnedPages cached_{l1_, PageOwner::kTree};
 };
 
 TEST_F(LowerTiersTest, ATicketHoldsWhatItReadsUntilItIsAcked) {
-  ASSERT_TRUE(tiers_.write_back(l1_, cached_[5], name(1), kRootHash));
+  ASSERT_TRUE(tiers_.write_back(l1_, cached_[5], page(1, kRootHash)));
   const std::vector<Move> moves = tiers_.drain_moves();
   cached_.free_back(1);
   EXPECT_EQ(l1_.num_free(), 0) << "the page was let go of, but a transfer still reads it";
@@ -45,7 +47,7 @@ TEST_F(LowerTiersTest, ATicketHoldsWhatItReadsUntilItIsAcked) {
 }
 
 TEST_F(LowerTiersTest, ATicketThatWasLostLeavesNothingBehind) {
-  ASSERT_TRUE(tiers_.write_back(l1_, cached_[1], name(1), kRootHash));
+  ASSERT_TRUE(tiers_.write_back(l1_, cached_[1], page(1, kRootHash)));
   EXPECT_FALSE(tiers_.is_in_flight(0)) << "nobody was told of it yet";
   tiers_.drain_moves();
   ASSERT_TRUE(tiers_.is_in_flight(0));
@@ -57,11 +59,11 @@ TEST_F(LowerTiersTest, ATicketThatWasLostLeavesNothingBehind) {
 
 TEST_F(LowerTiersTest, RoomIsMadeOfEndsOfChainsThatNoTicketTouches) {
   write_chain(3);
-  EXPECT_FALSE(tiers_.write_back(l1_, cached_[4], name(4), name(3)))
+  EXPECT_FALSE(tiers_.write_back(l1_, cached_[4], page(4, name(3))))
       << "the end is being stored in L3, the others have a child";
   for (const Move& move : tiers_.drain_moves()) tiers_.ack(move.ticket, true);
   EXPECT_EQ(tiers_.num_l3_pages(), 3);
-  EXPECT_TRUE(tiers_.write_back(l1_, cached_[4], name(4), kRootHash));
+  EXPECT_TRUE(tiers_.write_back(l1_, cached_[4], page(4, kRootHash)));
   EXPECT_FALSE(tiers_.is_in_l2(name(3)));
   EXPECT_TRUE(tiers_.is_in_l2(name(1)));
   EXPECT_TRUE(tiers_.is_in_l3(name(3)));

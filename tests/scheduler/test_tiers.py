@@ -115,12 +115,12 @@ def test_a_prefix_is_demoted_prefetched_and_forgotten() -> None:
     harness.run()
     settle(harness)
     assert hit(harness, job.prompt) == (20, 0, 0)
-    assert harness.scheduler.move(ids(job.prompt), "l2") == 5
+    assert harness.scheduler.move(ids(job.prompt), "l2").num_pages == 5
     assert hit(harness, job.prompt) == (0, 20, 0)
-    assert harness.scheduler.move(ids(job.prompt), "l1") == 5
+    assert harness.scheduler.move(ids(job.prompt), "l1").num_pages == 5
     settle(harness)
     assert hit(harness, job.prompt) == (20, 0, 0)
-    assert harness.scheduler.move(ids(job.prompt), "none") == 10
+    assert harness.scheduler.move(ids(job.prompt), "none").num_pages == 10
     assert hit(harness, job.prompt) == (0, 0, 0)
     stats = harness.check()
     assert stats["free_pages"] == 12 and stats["free_l2_pages"] == 50
