@@ -25,6 +25,8 @@ from sessions.errors import SessionError
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 2
+
 
 class _Server(uvicorn.Server):
     """Ends the streams that would never end by themselves before it waits for the others."""
@@ -69,7 +71,8 @@ def main() -> int:
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, int(config.server.drain_s)),
+            # Longer than turns have: their readers are told where they stand, not cut off.
+            timeout_graceful_shutdown=int(config.server.drain_s) + GRACE_S,
         ),
         app.state.context,
     )

@@ -32,7 +32,9 @@ from appliance.api import (
 from appliance.api.body_errors import as_body_error
 from appliance.api.context import ApiContext
 from appliance.cli_options import VERSION
+from appliance.compaction import Compactor
 from appliance.errors import ApiError, as_api_error, error_body_for, error_headers
+from appliance.history_room import HistoryRoom
 from appliance.leases import LeaseService
 from appliance.middleware import BodyRefused, RequestFrame
 from appliance.prefill import Prefiller
@@ -40,6 +42,7 @@ from appliance.services import Services
 from appliance.session_history import SessionHistory
 from appliance.session_service import SessionService
 from appliance.session_views import SessionViews
+from appliance.turn_takeover import TurnTakeover
 from appliance.turns import TurnService
 from engine.errors import EngineError
 from sessions.errors import SessionError
@@ -69,8 +72,9 @@ ROUTERS = tuple(
 
 def create_app(services: Services) -> FastAPI:
     """Return the application; it connects when it starts and lets go when it ends."""
-    turn_service = TurnService(services)
     prefiller = Prefiller(services)
+    room = HistoryRoom(services, Compactor(services, prefiller))
+    turn_service = TurnService(services, room)
     context = ApiContext(
         services,
         turn_service,
@@ -79,6 +83,8 @@ def create_app(services: Services) -> FastAPI:
         SessionHistory(services),
         LeaseService(services),
         prefiller,
+        room,
+        TurnTakeover(services, turn_service),
     )
     app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
     app.state.context = context
@@ -109,8 +115,9 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
         logger.error("session store: %s", error)
         raise
     await services.client.start()
-    await context.turns.recover()
+    await context.takeover.recover()
     sweepers = [
+        asyncio.create_task(context.takeover.run()),
         asyncio.create_task(_assert_leases(context)),
         asyncio.create_task(_sweep_forever(services)),
         asyncio.create_task(_sweep_journals_forever(services)),
@@ -122,6 +129,7 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
         for sweeper in sweepers:
             sweeper.cancel()
         await context.turns.drain(services.config.server.drain_s)
+        await context.room.close()
         await context.leases.close()
         await context.prefiller.close()
         await services.client.close()

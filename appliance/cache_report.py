@@ -20,6 +20,8 @@ EVICTED = "evicted"
 ENGINE_RESTARTED = "engine_restarted"
 MODEL_CHANGED = "model_changed"
 HEAD_CHANGED = "settings_changed"
+COMPACTED = "compacted"
+REASONING_DROPPED = "reasoning_dropped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from appliance.api.wire_sessions import Rollback
 from appliance.errors import ApiError
 from appliance.races import racing
 from appliance.services import DEFAULT_TENANT, Services
-from appliance.session_settings import refuse_unsupported_settings
+from appliance.session_settings import check_imported
 from sessions.export import export_lines, import_lines
 from sessions.history import rollback
 from sessions.session import Session
@@ -73,7 +73,8 @@ class SessionHistory:
             vocab_size=services.assets.vocab_size,
         )
         session = replace(session, model=services.check_model(session.model))
-        refuse_unsupported_settings(session.settings)
+        check_imported(session.settings)
+        services.thinking_options(session.settings.reasoning.effort)
         services.toolset(session.settings.tools)
         check_fits(session, services.context_limit(session), "body")
         stored = await services.store.create(session, records)

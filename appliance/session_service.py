@@ -10,6 +10,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from appliance import turn_view
 from appliance.api.wire_sessions import (
     ForkCreate,
@@ -19,19 +21,21 @@ from appliance.api.wire_sessions import (
 )
 from appliance.cache_report import HEAD_CHANGED, REPORT
 from appliance.errors import ApiError
+from appliance.partial_output import PartialPrefill, output_with, piece_of
 from appliance.prefill import Prefiller
 from appliance.prompts import Head
 from appliance.races import racing
+from appliance.reasoning_history import reasoning_wire
 from appliance.response_events import item_wire
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_history import check_fits, release_kv
-from appliance.session_settings import changed_settings, new_settings, refuse_unsupported
+from appliance.session_settings import changed_settings, new_settings
 from appliance.session_views import page_wire
 from appliance.text_limits import check_can_fit, num_chars, off_loop
 from appliance.turns import TurnService
 from sessions.errors import SessionNotFound
 from sessions.history import fork, replace_history
-from sessions.items import parse_items
+from sessions.items import item_to_wire, parse_items
 from sessions.session import Session, items_record, new_session
 from sessions.store import ListQuery
 from sessions.turn_log import PRELUDE, Record, TurnLog
@@ -46,6 +50,7 @@ class SessionService:
     def __init__(self, services: Services, turns: TurnService, prefiller: Prefiller) -> None:
         self._services = services
         self._prefiller = prefiller
+        self._partial = PartialPrefill(services, prefiller)
         self._turns = turns
 
     # Life ---------------------------------------------------------------------------------
@@ -54,7 +59,6 @@ class SessionService:
         """Create a session; its head and initial items are rendered now, once and for all."""
         services = self._services
         services.check_model(body.model)
-        refuse_unsupported(body)
         toolset = services.toolset(body.tools or [])
         parse_tool_choice(body.tool_choice, toolset)
         settings = new_settings(body, services.config.sessions.expires_after_ms)
@@ -67,7 +71,8 @@ class SessionService:
         max_token_bytes = services.assets.tokenizer.max_token_bytes
         check_can_fit(chars, limit, max_token_bytes, "initial_items")
         items = parse_items(body.initial_items or [], path="initial_items")
-        head = Head(body.instructions, toolset)
+        options = services.thinking_options(settings.reasoning.effort)
+        head = Head(body.instructions, toolset, options)
         records = await off_loop(chars, lambda: services.first_records(head, items))
         session = new_session(
             model=services.model_name,
@@ -98,8 +103,7 @@ class SessionService:
     async def update(
         self, tenant: str | None, session_id: str, body: SessionUpdate
     ) -> dict[str, Any]:
-        """Change mutable fields; `x_invalidated_tokens` says what a new head costs."""
-        refuse_unsupported(body)
+        """Change mutable fields; `x_invalidated_tokens` says how much KV that costs."""
         changes = changed_settings(body)
 
         async def once() -> dict[str, Any]:
@@ -110,11 +114,11 @@ class SessionService:
             head, old_head = services.head_of(session), services.head_of(old)
             if "tools" in changes or "tool_choice" in changes:
                 parse_tool_choice(session.settings.tool_choice, head.toolset)
-            invalidated = 0
-            if (head.instructions, head.toolset) != (old_head.instructions, old_head.toolset):
+            if self._is_other_head(old_head, head):
                 invalidated = old.num_tokens
                 stored = await self._replace_head(session, head)
             else:
+                invalidated = await self._dropped_reasoning(old, session)
                 stored = await services.store.update(session)
             return {**turn_view.session_wire(stored), "x_invalidated_tokens": invalidated}
 
@@ -130,7 +134,7 @@ class SessionService:
             session = await store.get(session_id, tenant=tenant)
         except SessionNotFound:
             return
-        self._turns.cancel_waiting(session_id)
+        await self._turns.cancel_waiting(session_id)
         if session.current_turn is not None:
             await self._turns.cancel(tenant, session_id, session.current_turn)
             session = await store.get(session_id, tenant=tenant)
@@ -161,8 +165,59 @@ class SessionService:
     async def append(
         self, tenant: str | None, session_id: str, body: ItemsAppend
     ) -> dict[str, Any]:
-        """Append items without generating; with `prefill`, their KV is computed too."""
-        refuse_unsupported(body)
+        """Append items without generating; with `prefill`, their KV is computed too.
+
+        With `partial` or `final`, the items are a piece of a tool's output.
+        """
+        if body.partial or body.final:
+            return await self._append_piece(tenant, session_id, body)
+        for name in ("call_id", "offset"):
+            if getattr(body, name) is not None:
+                raise ApiError("invalid_value", f"{name}: only with partial or final", name)
+        return await self._append_items(tenant, session_id, body)
+
+    async def _append_piece(
+        self, tenant: str | None, session_id: str, body: ItemsAppend
+    ) -> dict[str, Any]:
+        """Take a piece of a tool's output; `final` makes the whole of it history."""
+        services = self._services
+        piece = piece_of(body)
+
+        async def once() -> tuple[Session, str]:
+            session = await services.store.get(session_id, tenant=tenant)
+            session.check_ready(services.clock_ms(), expect_revision=body.expect_revision)
+            text = output_with(session.partial_output(piece.call_id), piece.text, body.offset)
+            room = services.context_limit(session) - session.num_tokens
+            max_token_bytes = services.assets.tokenizer.max_token_bytes
+            check_can_fit(len(text), room, max_token_bytes, "items")
+            if body.final:
+                return session, text
+            grown = session.with_partial_output(piece.call_id, text, services.clock_ms())
+            return await services.store.update(grown), text
+
+        session, text = await racing(once)
+        if body.final:
+            whole = item_to_wire(msgspec.structs.replace(piece, output=text))
+            sealed = body.model_copy(update={"items": [whole]})
+            return await self._append_items(tenant, session_id, sealed)
+        prefill: dict[str, object] | None = None
+        if body.prefill != "none" or "prefill" not in body.model_fields_set:
+            log = await services.store.read_log(session)
+            prefill = await self._partial.advance(session, log, piece.call_id)
+        return {
+            "object": "list",
+            "data": [],
+            "revision": session.revision,
+            "num_tokens": session.num_tokens,
+            "added_tokens": 0,
+            "open_calls": list(session.open_call_ids),
+            "partial": {"call_id": piece.call_id, "num_chars": len(text)},
+            "prefill": prefill,
+        }
+
+    async def _append_items(
+        self, tenant: str | None, session_id: str, body: ItemsAppend
+    ) -> dict[str, Any]:
         services = self._services
 
         async def once() -> tuple[Session, Record]:
@@ -224,6 +279,20 @@ class SessionService:
             item_token_ends=rendered.item_token_ends,
             model_fingerprint=services.assets.fingerprint,
         )
+
+    def _is_other_head(self, old: Head, new: Head) -> bool:
+        if (old.instructions, old.toolset) != (new.instructions, new.toolset):
+            return True
+        renderer = self._services.renderer
+        return old.options != new.options and renderer.render_head(old) != renderer.render_head(new)
+
+    async def _dropped_reasoning(self, old: Session, new: Session) -> int:
+        """Tokens that are computed again at the user's next turn, if it now drops reasoning."""
+        policies = (old.settings.reasoning.history, new.settings.reasoning.history)
+        if policies != ("keep", "drop_before_last_user"):
+            return 0
+        log = await self._services.store.read_log(old)
+        return int(reasoning_wire(old, log)["recompute_tokens"])
 
     async def _replace_head(self, session: Session, head: Head) -> Session:
         """Put another head before the same items; their tokens stay, their KV does not."""

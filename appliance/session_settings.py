@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the session API -> the settings of the session room; and what is refused for now.
+"""Bodies of the session API -> the settings of the session room.
 
 Does not know: stores, rendering.
 """
@@ -11,9 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from appliance.api.wire_sessions import (
-    CacheBody,
     ContextBody,
-    ItemsAppend,
     LeaseWish,
     SessionCreate,
     SessionUpdate,
@@ -25,17 +23,12 @@ from sessions.settings import ContextPolicy, HoldTimes, ReasoningPolicy, Session
 
 def new_settings(body: SessionCreate, default_expiry_ms: int) -> SessionSettings:
     """Return the settings of a session that is being created. Raises SettingError."""
-    reasoning = body.reasoning
     lease = body.cache.lease if body.cache is not None else None
     if lease is not None:
         parse_duration(lease.ttl, path="cache.lease.ttl")
     changes = {"expires_after_ms": default_expiry_ms, **changed_settings(body)}
     return SessionSettings(
         **changes,
-        reasoning=ReasoningPolicy(
-            effort=reasoning.effort if reasoning else None,
-            history=reasoning.history if reasoning else "keep",
-        ),
         lease=lease.model_dump() if lease is not None else None,
         strict_model=body.strict_model,
         template_policy="append",
@@ -50,8 +43,18 @@ def changed_settings(body: SessionCreate | SessionUpdate) -> dict[str, Any]:
             changes[name] = getattr(body, name)
     if body.tools is not None:
         changes["tools"] = tuple(body.tools)
-    if body.cache is not None:
-        changes.update(_cache_changes(body.cache))
+    if isinstance(body, SessionUpdate) and body.cache is not None and body.cache.lease is not None:
+        raise ApiError(
+            "unsupported_parameter",
+            "cache.lease: taken when the session is created; later, POST .../leases",
+            "cache.lease",
+        )
+    if body.cache is not None and body.cache.hold is not None:
+        changes["hold"] = HoldTimes.parse(body.cache.hold)
+    if body.reasoning is not None:
+        changes["reasoning"] = ReasoningPolicy(
+            effort=body.reasoning.effort, history=body.reasoning.history
+        )
     if body.context is not None:
         changes["context"] = _context_policy(body.context)
     if body.expires_after is not None:
@@ -59,59 +62,14 @@ def changed_settings(body: SessionCreate | SessionUpdate) -> dict[str, Any]:
     return changes
 
 
-def refuse_unsupported(body: SessionCreate | SessionUpdate | ItemsAppend) -> None:
-    """Raise ApiError for a value of the contract that this server cannot honour yet."""
-    refused: list[tuple[str, Any, Any]] = []
-    if isinstance(body, ItemsAppend):
-        refused += [
-            ("partial", body.partial, (False,)),
-            ("final", body.final, (False,)),
-            ("call_id", body.call_id, (None,)),
-        ]
-    else:
-        if body.cache is not None:
-            tier = body.cache.lease.tier if body.cache.lease is not None else "l1"
-            refused.append(("cache.lease.tier", tier, ("l1",)))
-            if isinstance(body, SessionUpdate):
-                refused.append(("cache.lease", body.cache.lease, (None,)))
-        if body.context is not None:
-            refused.append(("context.on_overflow", body.context.on_overflow, ("error",)))
-    if isinstance(body, SessionCreate) and body.reasoning is not None:
-        refused.append(("reasoning.effort", body.reasoning.effort, (None,)))
-        refused.append(("reasoning.history", body.reasoning.history, ("keep",)))
-    for path, value, allowed in refused:
-        if value not in allowed:
-            raise ApiError(
-                "unsupported_parameter",
-                f"{path}: {value!r} is not supported yet (supported: {allowed[-1]!r})",
-                path,
-            )
-
-
-def refuse_unsupported_settings(settings: SessionSettings) -> None:
-    """Raise ApiError for settings of an imported session that this server cannot honour yet."""
-    refused = [
-        ("context.on_overflow", settings.context.on_overflow, "error"),
-        ("reasoning.effort", settings.reasoning.effort, None),
-        ("reasoning.history", settings.reasoning.history, "keep"),
-    ]
-    for path, value, allowed in refused:
-        if value != allowed:
-            raise ApiError(
-                "unsupported_parameter",
-                f"body: {path}: {value!r} is not supported yet (supported: {allowed!r})",
-                path,
-            )
+def check_imported(settings: SessionSettings) -> None:
+    """Raise ApiError or SettingError for settings of an imported session that cannot be."""
     if settings.lease is not None:
         try:
             wish = LeaseWish.model_validate(settings.lease)
         except ValidationError as error:
             raise ApiError("invalid_import", f"body: cache.lease: {error}", "body") from error
         parse_duration(wish.ttl, path="cache.lease.ttl")
-
-
-def _cache_changes(cache: CacheBody) -> dict[str, Any]:
-    return {} if cache.hold is None else {"hold": HoldTimes.parse(cache.hold)}
 
 
 def _context_policy(context: ContextBody) -> ContextPolicy:

@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 from appliance import turn_view
+from appliance.reasoning_history import reasoning_wire
 from appliance.response_events import item_wire
 from appliance.services import Services
 from engine.errors import EngineUnavailableError
@@ -82,6 +83,7 @@ class SessionViews:
             "session_id": session_id,
             "tokens_total": session.num_tokens,
             "leased": leased_tokens(session.leases, "l1", services.clock_ms()),
+            "reasoning": reasoning_wire(session, log),
             "last_turn": None,
             "miss": None,
         }

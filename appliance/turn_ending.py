@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from appliance import turn_record, turn_view
 from appliance.errors import ApiError
@@ -45,12 +45,18 @@ class TurnEnding:
         # Ends that the store would not take: (session id, record) by turn id.
         self._owed: dict[str, tuple[str, Record]] = {}
         self._retrying: asyncio.Task[None] | None = None
+        # Turns that are over but whose end the store has not taken yet, and why.
+        self._in_trouble: dict[str, SessionError] = {}
+
+    def trouble_of(self, turn_id: str) -> SessionError | None:
+        """Why the end of a turn that is over is not stored yet; None where nothing is known."""
+        return self._in_trouble.get(turn_id)
 
     async def finish(self, run: TurnRun) -> None:
         """Commit what the run made, or keep its failure; then send the terminal event."""
         record = turn_record.conclude(run, self._clock_ms())
         try:
-            await self._with_retries(lambda: self._store_record(run.pending.session_id, record))
+            await self._with_retries(run.pending.session_id, record)
         except SessionError as error:
             logger.error("turn not stored: %s", error, extra={"turn_id": run.turn_id})
             await self.break_off(run, ApiError(error.code, f"the turn was not stored: {error}"))
@@ -124,14 +130,18 @@ class TurnEnding:
                 continue
         raise StoreUnavailable("the session changes too fast to end its turn")
 
-    async def _with_retries(self, work: Callable[[], Awaitable[None]]) -> None:
-        for wait_s in STORE_RETRIES_S:
-            try:
-                return await work()
-            except StoreUnavailable as error:
-                logger.warning("store: %s; next try in %.2f s", error, wait_s)
-                await asyncio.sleep(wait_s)
-        await work()
+    async def _with_retries(self, session_id: str, record: Record) -> None:
+        try:
+            for wait_s in STORE_RETRIES_S:
+                try:
+                    return await self._store_record(session_id, record)
+                except StoreUnavailable as error:
+                    self._in_trouble[record.id] = error
+                    logger.warning("store: %s; next try in %.2f s", error, wait_s)
+                    await asyncio.sleep(wait_s)
+            await self._store_record(session_id, record)
+        finally:
+            self._in_trouble.pop(record.id, None)
 
     def _tell(self, run: TurnRun, record: Record) -> None:
         turn = turn_view.turn_wire(run.pending.session_id, record)

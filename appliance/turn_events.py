@@ -25,6 +25,7 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 CONTENT_PREFIX = "response."
+RECONNECT_MS = 1000
 MEMORY_S = 15.0  # how long an ended turn's frames stay in memory
 TERMINAL = ("turn.completed", "turn.incomplete", "turn.cancelled", "turn.failed")
 ONCE_PER_TURN = ("turn.created", "turn.queued", "turn.cache", "turn.in_progress")
@@ -41,6 +42,7 @@ class TurnEvents:
     is_closed: bool = False
     closed_at_s: float = 0.0
     num_readers: int = 0
+    is_detached: bool = False  # this process lets go of a turn that goes on elsewhere
     on_readers_gone: Callable[[], None] | None = None
     _journal_fd: int = -1
     _journal: Path | None = None  # None: there is none, or it was given up
@@ -60,7 +62,7 @@ class TurnEvents:
 
     def emit(self, event_type: str, fields: Mapping[str, Any]) -> None:
         """Append one event and wake the readers; what a resumed turn repeats is dropped."""
-        if self.is_closed or self._is_repeated(event_type):
+        if self.is_closed or self.is_detached or self._is_repeated(event_type):
             return
         frame = _frame(event_type, len(self.frames) + 1, self.session_id, self.turn_id, fields)
         self._write(frame)
@@ -91,6 +93,9 @@ class TurnEvents:
                     chunk = b"".join(self.frames[index:])
                     index = len(self.frames)
                     yield chunk
+                elif self.is_detached:
+                    yield _reconnect_frame(self.session_id, self.turn_id, index)
+                    return
                 elif self.is_closed:
                     if index > len(self.frames) > 0:  # no reader misses how the turn ended
                         yield self.frames[-1]
@@ -99,6 +104,17 @@ class TurnEvents:
                     await self._grown.wait()
         finally:
             self._let_go()
+
+    def detach(self) -> None:
+        """Send the readers away: the turn goes on, but this process will not see its end.
+
+        Each is told where to come back from, and its stream ends properly.
+        """
+        if not self.is_closed:
+            self.is_detached = True
+            self.on_readers_gone = None
+            self._close_journal()
+            self._wake()
 
     async def read_to_end(self) -> None:
         """Wait for the end of the turn as one of its readers, who wants no event but the last."""
@@ -114,8 +130,8 @@ class TurnEvents:
             self.on_readers_gone()
 
     async def wait_closed(self) -> None:
-        """Wait for the end of the turn without counting as a reader."""
-        while not self.is_closed:
+        """Wait for the end of the turn, or of this process' part in it, without being a reader."""
+        while not self.is_closed and not self.is_detached:
             await self._grown.wait()
 
     def _is_repeated(self, event_type: str) -> bool:
@@ -181,6 +197,25 @@ def _frame(
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (
         sequence_number,
         event_type.encode(),
+        _encoder.encode(body),
+    )
+
+
+def _reconnect_frame(session_id: str, turn_id: str, num_read: int) -> bytes:
+    """Return the frame that ends a stream whose turn has not ended.
+
+    It has no number of its own: it is no event of the turn, and the next process does not repeat
+    it. `retry:` makes EventSource clients come back by themselves.
+    """
+    body = {
+        "type": "stream.reconnect",
+        "session_id": session_id,
+        "turn_id": turn_id,
+        "starting_after": num_read,
+        "retry_after_ms": RECONNECT_MS,
+    }
+    return b"event: stream.reconnect\nretry: %d\ndata: %s\n\n" % (
+        RECONNECT_MS,
         _encoder.encode(body),
     )
 

@@ -19,7 +19,7 @@ from appliance.turn_events import TurnEvents
 from appliance.turn_params import TurnParams, turn_params
 from appliance.turn_run import TurnRun
 from sessions.ids import new_id
-from sessions.items import parse_items
+from sessions.items import item_to_wire, parse_items
 from sessions.session import Session
 from sessions.token_codec import count
 from sessions.turn_log import PendingTurn, TurnLog
@@ -40,6 +40,39 @@ class Ask:
     def num_chars(self) -> int:
         """How much text there is to tokenise."""
         return num_chars(self.body.input)
+
+    @classmethod
+    def of_waiting(cls, pending: PendingTurn) -> Ask:
+        """The request of a turn that waits, as the store has it."""
+        ask = pending.ask or {}
+        return cls(
+            tenant=ask.get("tenant"),
+            session_id=pending.session_id,
+            body=TurnCreate.model_validate(ask.get("body") or {}),
+            idempotency_key=pending.idempotency_key,
+            body_hash=pending.body_hash,
+        )
+
+
+def waiting_turn(services: Services, session: Session, ask: Ask, now_ms: int) -> PendingTurn:
+    """Return a turn that is to wait, as the store keeps it: its items, not yet rendered.
+
+    Its items get their ids now, so they have the same when it begins. Raises: ItemError.
+    """
+    items = parse_items(ask.body.input)
+    body = ask.body.model_copy(update={"input": [item_to_wire(item) for item in items]})
+    return PendingTurn(
+        id=new_id("turn"),
+        session_id=session.id,
+        base_revision=session.revision,
+        input_items=items,
+        idempotency_key=ask.idempotency_key,
+        body_hash=ask.body_hash,
+        created_at_ms=now_ms,
+        deadline_ms=body.deadline_ms,
+        owner=services.owner,
+        ask={"tenant": ask.tenant, "body": body.model_dump(exclude_unset=True)},
+    )
 
 
 def prepare_turn(

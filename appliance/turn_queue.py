@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns that wait for the turn before them, in the order they came (`on_conflict: queue`).
 
-A waiting turn has its id, its events and its place; it is no part of the session yet. It is kept in
-this process alone: a client that loses it to a crash sends it again, under its idempotency key.
-Does not know: how a turn is begun or run.
+A waiting turn has its id, its events and its place, all of them durable: it is in the store before
+its client hears of it, and a restarted process, or another one where this one is gone, takes it up.
+It is no part of the session yet. Does not know: how a turn is begun or run.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from appliance import turn_view
-from appliance.errors import ApiError, as_api_error, error_object
+from appliance.errors import ApiError, as_api_error
 from appliance.turn_events import TurnEvents
 from appliance.turn_preparation import Ask
+from appliance.turn_record import abandoned, cancelled_unbegun
 from appliance.turn_run import TERMINAL_EVENT
-from sessions.turn_log import CANCELLED, FAILED, PendingTurn, TurnUsage
+from sessions.errors import SessionError
+from sessions.store import SessionStore
+from sessions.turn_log import PendingTurn, Record
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 64  # per session; a client that sends more is not talking to an agent
-QUEUED = "queued"
 
 
 @dataclass(slots=True)
 class WaitingTurn:
-    """One turn in a session's queue. `pending` is how it would have run when it came.
+    """One turn in a session's queue. `pending` is what the store has of it.
 
     It stays in the queue while it begins, so that it is always found somewhere.
     """
@@ -45,23 +47,7 @@ class WaitingTurn:
         return self.pending.id
 
     def wire(self) -> dict[str, Any]:
-        return turn_view.pending_wire(self.pending, QUEUED)
-
-    def end(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
-        """End it before it began: cancelled, or failed."""
-        turn = {
-            **self.wire(),
-            "status": status,
-            "revision": self.pending.base_revision,
-            "committed": False,
-            "committed_tokens": 0,
-            "usage": turn_view.usage_wire(TurnUsage()),
-        }
-        if error is not None:
-            turn["error"] = error_object(error)
-        self.events.emit(TERMINAL_EVENT[status], turn_view.terminal_fields(turn))
-        self.events.close()
-        return turn
+        return turn_view.pending_wire(self.pending)
 
 
 @dataclass(slots=True)
@@ -71,21 +57,27 @@ class TurnQueue:
     begin: begins a turn now; raises what refuses it. wait_idle: waits until a session has no turn.
     """
 
+    store: SessionStore
+    clock_ms: Callable[[], int]
     begin: Callable[[WaitingTurn], Awaitable[None]]
     wait_idle: Callable[[str], Awaitable[None]]
     _waiting: dict[str, deque[WaitingTurn]] = field(default_factory=dict)
     _workers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    def has(self, session_id: str) -> bool:
-        """Whether turns of this session wait."""
-        return bool(self._waiting.get(session_id))
+    def first(self, session_id: str) -> str | None:
+        """Return the id of the turn of this session that has waited longest."""
+        queue = self._waiting.get(session_id)
+        return queue[0].turn_id if queue else None
+
+    def check_room(self, session_id: str) -> None:
+        """Raise ApiError capacity where no further turn may wait in this session."""
+        if len(self._waiting.get(session_id, ())) >= MAX_WAITING:
+            raise ApiError("capacity", f"{MAX_WAITING} turns wait in this session already")
 
     def add(self, turn: WaitingTurn) -> None:
-        """Put a turn at the end of its session's queue. Raises: ApiError capacity."""
-        session_id = turn.ask.session_id
+        """Put a turn, which the store has, at the end of its session's queue."""
+        session_id = turn.pending.session_id
         queue = self._waiting.setdefault(session_id, deque())
-        if len(queue) >= MAX_WAITING:
-            raise ApiError("capacity", f"{MAX_WAITING} turns wait in this session already")
         turn.events.emit("turn.created", {"turn": turn.wire()})
         turn.events.emit("turn.queued", {"position": len(queue) + 1})
         queue.append(turn)
@@ -97,51 +89,65 @@ class TurnQueue:
         queue = self._waiting.get(session_id, ())
         return next((turn for turn in queue if turn.turn_id == turn_id), None)
 
-    def find_by_key(self, ask: Ask) -> WaitingTurn | None:
-        """Return the waiting turn that this request's idempotency key names."""
-        queue = self._waiting.get(ask.session_id, ())
-        key = ask.idempotency_key
-        return next((turn for turn in queue if key and turn.ask.idempotency_key == key), None)
+    async def cancel(self, turn: WaitingTurn) -> None:
+        """Take a turn that is not beginning out of its queue. Raises: SessionError."""
+        record = cancelled_unbegun(turn.pending, self.clock_ms())
+        await self.store.end_queued(turn.pending.session_id, record)
+        self._take_out(turn)
+        self._tell(turn, record)
 
-    def cancel(self, turn: WaitingTurn) -> dict[str, Any]:
-        """Take a turn out of its queue and return it as it ended."""
-        self._waiting[turn.ask.session_id].remove(turn)
-        return turn.end(CANCELLED)
-
-    def cancel_all(self, session_id: str) -> None:
-        """Empty a session's queue (it is being closed)."""
+    async def cancel_all(self, session_id: str) -> None:
+        """Empty a session's queue (it is being closed). Raises: SessionError."""
         for turn in list(self._waiting.get(session_id, ())):
             if not turn.is_beginning:
-                self.cancel(turn)
+                await self.cancel(turn)
 
-    async def close(self, error: ApiError) -> None:
-        """Fail every waiting turn; none begins any more."""
+    async def close(self) -> None:
+        """Begin no further turn here; those that wait stay in the store for who comes next."""
         for worker in self._workers.values():
             worker.cancel()
         await asyncio.gather(*self._workers.values(), return_exceptions=True)
         for queue in self._waiting.values():
             while queue:
-                queue.popleft().end(FAILED, error)
+                queue.popleft().events.detach()
 
     async def _serve(self, session_id: str) -> None:
         """Begin one turn after the other until none waits."""
         queue = self._waiting[session_id]
         try:
             while queue:
-                await self.wait_idle(session_id)
-                if not queue:
-                    return
                 turn = queue[0]
-                turn.is_beginning = True
                 try:
+                    await self.wait_idle(session_id)
+                    if turn not in queue:  # cancelled while it waited
+                        continue
+                    turn.is_beginning = True
                     await self.begin(turn)
                 except Exception as error:
-                    api_error = as_api_error(error)
-                    if api_error.code == "internal_error":
-                        logger.exception("queued turn failed", extra={"turn_id": turn.turn_id})
-                    turn.end(FAILED, api_error)
-                queue.popleft()
+                    await self._fail(turn, as_api_error(error), error)
+                self._take_out(turn)
         finally:
             del self._workers[session_id]
             if not queue:
                 self._waiting.pop(session_id, None)
+
+    async def _fail(self, turn: WaitingTurn, api_error: ApiError, error: Exception) -> None:
+        if api_error.code == "internal_error":
+            logger.error("queued turn failed", exc_info=error, extra={"turn_id": turn.turn_id})
+        record = abandoned(turn.pending, api_error, self.clock_ms())
+        try:
+            await self.store.end_queued(turn.pending.session_id, record)
+        except SessionError as problem:
+            # Its readers are told all the same: what they saw ends it, whoever finds it again.
+            logger.error("end of a queued turn not stored: %s", problem)
+        self._tell(turn, record)
+
+    def _take_out(self, turn: WaitingTurn) -> None:
+        queue = self._waiting.get(turn.pending.session_id)
+        if queue is not None and turn in queue:
+            queue.remove(turn)
+
+    def _tell(self, turn: WaitingTurn, record: Record) -> None:
+        wire = turn_view.turn_wire(turn.pending.session_id, record)
+        turn.events.emit(TERMINAL_EVENT[record.status], turn_view.terminal_fields(wire))
+        turn.events.close()

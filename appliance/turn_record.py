@@ -7,7 +7,7 @@ Does not know: stores, events, how the run came to its end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from appliance import cache_report, turn_view
@@ -95,13 +95,17 @@ def broken_off(run: TurnRun, now_ms: int) -> Record:
 
 
 def abandoned(pending: PendingTurn, error: ApiError, now_ms: int) -> Record:
-    """Return the record of a turn that could not even be taken up again."""
+    """Return the record of a turn that could not even be begun, or taken up again."""
+    return replace(cancelled_unbegun(pending, now_ms), status=FAILED, error=error_object(error))
+
+
+def cancelled_unbegun(pending: PendingTurn, now_ms: int) -> Record:
+    """Return the record of a turn that was cancelled while it waited for its begin."""
     return Record(
         id=pending.id,
         revision=pending.base_revision,
         input_items=pending.input_items,
-        status=FAILED,
-        error=error_object(error),
+        status=CANCELLED,
         params=pending.params,
         idempotency_key=pending.idempotency_key,
         body_hash=pending.body_hash,
@@ -163,6 +167,7 @@ def _usage(run: TurnRun) -> TurnUsage:
     return TurnUsage(
         input_tokens=run.prompt_len,
         output_tokens=len(run.answer.token_ids),
+        reasoning_tokens=run.answer.num_reasoning,
         cached_l1=cache.l1 if cache is not None else None,
         cached_l2=cache.l2 if cache is not None else None,
         cached_l3=cache.l3 if cache is not None else None,

@@ -44,13 +44,13 @@ def tiers_wire(usage: TurnUsage) -> dict[str, int]:
     return {tier: tokens for tier, tokens in tiers.items() if tokens is not None}
 
 
-def pending_wire(pending: PendingTurn, status: str = "running") -> dict[str, Any]:
+def pending_wire(pending: PendingTurn) -> dict[str, Any]:
     """Return a turn that has not ended."""
     return {
         "id": pending.id,
         "object": "turn",
         "session_id": pending.session_id,
-        "status": status,
+        "status": "running" if pending.ask is None else "queued",
         "created_at": pending.created_at_ms / 1000,
         "input": [item_wire(item) for item in pending.input_items],
         "output": [],

@@ -1,71 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TurnService: accepts turns, runs them, has them ended; the one use case of the appliance.
+"""TurnService: accepts turns, finds them, stops them; the one use case of the appliance.
 
 A turn is stored before the engine hears of it, and committed before its terminal event is sent,
 so a crash of either process loses nothing that a client was told. Does not know: HTTP, SSE, how
-tokens become events (turn_run), how items become tokens (prompts).
+a turn runs (turn_runner), how items become tokens (prompts).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from appliance import turn_view
-from appliance.errors import ApiError, as_api_error
-from appliance.grammars import GrammarQuestion
+from appliance.errors import ApiError
+from appliance.history_room import HistoryRoom
+from appliance.races import MAX_RACES
 from appliance.services import Services
 from appliance.text_limits import off_loop
-from appliance.turn_ending import MAX_RACES, TurnEnding
 from appliance.turn_events import TurnEvents, decode_frame
-from appliance.turn_preparation import Ask, build_run, prepare_turn
+from appliance.turn_preparation import Ask, build_run, prepare_turn, waiting_turn
 from appliance.turn_queue import TurnQueue, WaitingTurn
-from appliance.turn_record import CANCEL, DEADLINE
+from appliance.turn_record import CANCEL
 from appliance.turn_run import TERMINAL_EVENT, TurnRun
+from appliance.turn_runner import TurnRunner
 from sessions.errors import (
     RevisionConflict,
     SessionError,
-    SessionNotFound,
+    StoreUnavailable,
     TurnInProgress,
     TurnNotFound,
     VersionConflict,
 )
 from sessions.session import Session
 from sessions.turn_log import PendingTurn, Record, TurnLog
-from tools_schema.errors import ToolSchemaError
 
 logger = logging.getLogger(__name__)
 
 CANCEL_WAIT_S = 30.0
 BEGIN_POLL_S = 0.01
-
-
-@dataclass(slots=True)
-class _Active:
-    run: TurnRun
-    task: asyncio.Task[None] | None = None
+ELSEWHERE_POLL_S = 0.25
 
 
 class TurnService:
     """All turns of this API process."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, room: HistoryRoom) -> None:
         self._services = services
-        self._metrics = services.metrics
-        self._ending = TurnEnding(services.store, services.metrics, services.clock_ms)
-        self._active: dict[str, _Active] = {}
-        self._queue = TurnQueue(self._begin_waiting, self._wait_idle)
-        self._chores: set[asyncio.Task[None]] = set()
+        self._room = room
+        self.runner = TurnRunner(services)
+        self.queue = TurnQueue(
+            services.store, services.clock_ms, self._begin_waiting, self.runner.wait_idle
+        )
         self.is_draining = False
-        services.client.on_restart(lambda hello: self._on_engine_restart())
 
     @property
     def num_running(self) -> int:
-        return len(self._active)
+        return self.runner.num_running
 
     # Accepting ----------------------------------------------------------------------------
 
@@ -107,13 +99,48 @@ class TurnService:
         now_ms = self._services.clock_ms()
         session.check_ready(now_ms, expect_revision=ask.body.expect_revision)
         await self._services.check_quota(session.tenant)
-        if waiting is None and self._queue.has(session.id):
-            raise TurnInProgress(session.current_turn or "")
+        ahead = self.queue.first(session.id)
+        if waiting is None and ahead is not None:
+            raise TurnInProgress(session.current_turn or ahead)
         session = await self._services.adopt_model(session)
-        log = await self._services.store.read_log(session)
+        session, log, pending = await self._prepared(session, ask, waiting, now_ms)
+        if pending is None:
+            return await self._enqueue(session, ask)
+        return await self._begin(session, log, pending, ask, waiting)
+
+    async def _prepared(
+        self, session: Session, ask: Ask, waiting: WaitingTurn | None, now_ms: int
+    ) -> tuple[Session, TurnLog, PendingTurn | None]:
+        """Render a turn behind its session's history, which may have to make room for it first.
+
+        No turn: the room takes long to make, and the turn has to wait for it.
+        """
         turn_id = waiting.turn_id if waiting is not None else None
-        pending = await self._prepare(session, log, ask, now_ms, turn_id)
-        claimed = session.begin_turn(pending, now_ms, expect_revision=ask.body.expect_revision)
+        session = await self._room.before_turn(session, ask.body.input)
+        log = await self._services.store.read_log(session)
+        try:
+            pending = await self._prepare(session, log, ask, now_ms, turn_id)
+        except ApiError as error:
+            if not self._room.can_make(session, log, error):
+                raise
+            if not self._room.is_quick(session) and waiting is None:
+                return session, log, None
+            session = await self._room.make(session)
+            log = await self._services.store.read_log(session)
+            pending = await self._prepare(session, log, ask, now_ms, turn_id)
+        return session, log, pending
+
+    async def _begin(
+        self,
+        session: Session,
+        log: TurnLog,
+        pending: PendingTurn,
+        ask: Ask,
+        waiting: WaitingTurn | None,
+    ) -> str:
+        now_ms = pending.created_at_ms
+        expect_revision = session.revision if ask.body.expect_revision is not None else None
+        claimed = session.begin_turn(pending, now_ms, expect_revision=expect_revision)
         journals = self._services.journals
         events = waiting.events if waiting is not None else journals.create(session.id, pending.id)
         is_begun = False
@@ -128,7 +155,7 @@ class TurnService:
         if waiting is None:
             events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
         run = build_run(self._services, claim.session, log, pending, events)
-        self._launch(run, ask.received_s)
+        self.runner.launch(run, ask.received_s)
         return claim.turn_id
 
     async def _prepare(
@@ -140,6 +167,8 @@ class TurnService:
             ask.num_chars,
             lambda: prepare_turn(services, session, log, ask, now_ms, turn_id=turn_id),
         )
+
+    # Waiting ------------------------------------------------------------------------------
 
     async def _resolve_conflict(self, ask: Ask, busy: TurnInProgress) -> str | Ask:
         """Do as the session says while another turn runs: refuse, wait in line, or stop it.
@@ -153,15 +182,17 @@ class TurnService:
         if policy == "reject":
             raise busy
         log = await services.store.read_log(session)
-        now_ms = services.clock_ms()
-        pending = await self._prepare(session, log, ask, now_ms, None)
-        if policy == "queue":
-            events = services.journals.create(session.id, pending.id)
-            self._queue.add(WaitingTurn(ask, pending, events))
-            return pending.id
+        try:
+            await self._prepare(session, log, ask, services.clock_ms(), None)
+        except ApiError as error:
+            if policy == "interrupt" or not self._room.can_make(session, log, error):
+                raise
+        if policy != "interrupt":
+            return await self._enqueue(session, ask)
         expected = ask.body.expect_revision
         if expected is not None and expected != session.revision:
             raise RevisionConflict(expected, session.revision)
+        await self.cancel_waiting(session.id)
         if session.current_turn is None:
             return ask
         stopped = await self.cancel(ask.tenant, session.id, session.current_turn)
@@ -171,6 +202,16 @@ class TurnService:
         moved_on = {"expect_revision": stopped.get("revision", expected)}
         return replace(ask, body=ask.body.model_copy(update=moved_on))
 
+    async def _enqueue(self, session: Session, ask: Ask) -> str:
+        services = self._services
+        self.queue.check_room(session.id)
+        pending = waiting_turn(services, session, ask, services.clock_ms())
+        turn_id = await services.store.queue_turn(pending)
+        if turn_id == pending.id:
+            events = services.journals.create(session.id, pending.id)
+            self.queue.add(WaitingTurn(Ask.of_waiting(pending), pending, events))
+        return turn_id
+
     async def _begin_waiting(self, waiting: WaitingTurn) -> None:
         for _ in range(MAX_RACES):
             try:
@@ -179,136 +220,75 @@ class TurnService:
             except VersionConflict:
                 continue
             except TurnInProgress:
-                await self._wait_idle(waiting.ask.session_id)
+                await self.runner.wait_idle(waiting.pending.session_id)
         raise ApiError("version_conflict", "the session changes too fast; try again")
-
-    async def _wait_idle(self, session_id: str) -> None:
-        """Wait until this process runs no turn of the session."""
-        for active in list(self._active.values()):
-            if active.run.pending.session_id == session_id and active.task is not None:
-                await asyncio.wait({active.task})
 
     async def _find_by_key(self, ask: Ask) -> str | None:
         if ask.idempotency_key is None:
             return None
-        waiting = self._queue.find_by_key(ask)
-        if waiting is not None:
-            turn_id, same_body = waiting.turn_id, waiting.ask.body_hash == ask.body_hash
-        else:
-            match = await self._services.store.find_key(
-                ask.session_id, ask.idempotency_key, ask.body_hash
-            )
-            if match is None:
-                return None
-            turn_id, same_body = match.turn_id, match.same_body
-        if not same_body:
+        match = await self._services.store.find_key(
+            ask.session_id, ask.idempotency_key, ask.body_hash
+        )
+        if match is None:
+            return None
+        if not match.same_body:
             raise ApiError(
                 "idempotency_key_reused",
                 f"Idempotency-Key {ask.idempotency_key!r} was used with another body",
                 "Idempotency-Key",
-                {"turn_id": turn_id},
+                {"turn_id": match.turn_id},
             )
-        return turn_id
+        return match.turn_id
 
-    # Running ------------------------------------------------------------------------------
-
-    def _launch(self, run: TurnRun, received_s: float) -> None:
-        run.started_s = received_s
-        active = _Active(run)
-        self._active[run.turn_id] = active
-        active.task = asyncio.create_task(self._drive(run), name=f"turn {run.turn_id}")
-
-    async def _drive(self, run: TurnRun) -> None:
-        deadline = self._arm_deadline(run)
-        self._metrics.turns_running.inc()
-        try:
-            num_ahead = sum(not a.run.first_token_s for a in self._active.values()) - 1
-            run.events.emit("turn.queued", {"position": num_ahead})
-            toolset = run.response.toolset
-            question = GrammarQuestion(
-                toolset,
-                run.params.choice(toolset),
-                run.params.parsed_response_format(),
-                self._services.reasoning_of(run.pending.input_token_ids),
-            )
-            plan = await run.unless_stopped(self._services.grammars.compiled(question))
-            if plan is None:
-                await self._ending.finish(run)
-                return
-            if plan.fallbacks:
-                self._metrics.grammar_fallbacks.inc()
-            if not run.stop_cause and run.error is None:
-                run.submitted_s = time.monotonic()
-                self._metrics.turn_submit_seconds.observe(run.submitted_s - run.started_s)
-                await run.run(plan)
-            await self._ending.finish(run)
-        except Exception:
-            logger.exception("turn broke off", extra={"turn_id": run.turn_id})
-            await self._ending.break_off(run, ApiError("internal_error", "the turn broke off"))
-        finally:
-            if deadline is not None:
-                deadline.cancel()
-            self._metrics.turns_running.dec()
-            self._active.pop(run.turn_id, None)
-
-    def _arm_deadline(self, run: TurnRun) -> asyncio.TimerHandle | None:
-        if run.pending.deadline_ms is None:
-            return None
-        spent_ms = self._services.clock_ms() - run.pending.created_at_ms
-        wait_s = max(0.0, (run.pending.deadline_ms - spent_ms) / 1000)
-        return asyncio.get_running_loop().call_later(
-            wait_s, lambda: self._chore(run.request_stop(DEADLINE))
-        )
-
-    def _on_engine_restart(self) -> None:
-        self._metrics.engine_restarts.inc()
-        for active in self._active.values():
-            active.run.on_engine_restart()
-            if active.run.stop_cause:  # the new engine has not heard that it shall stop
-                self._chore(active.run.request_stop(active.run.stop_cause))
-
-    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-
-    # Looking at turns, and stopping them --------------------------------------------------
+    # Looking at turns ---------------------------------------------------------------------
 
     async def get(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
         """Return a turn as the API shows it. Raises TurnNotFound, SessionNotFound."""
         session = await self._services.store.get(session_id, tenant=tenant)
-        waiting = self._queue.find(session_id, turn_id)
-        if waiting is not None:
-            return waiting.wire()
         try:
             turn = await self._services.store.read_turn(session, turn_id)
         except TurnNotFound:
             events = self._services.journals.find(session_id, turn_id)
             if events is None or not events.has_terminal:
                 raise
-            # It ended while it waited for its begin: no store has heard of it.
+            # The history has moved on without it (rollback, compaction); its readers know it.
             return dict(decode_frame(events.frames[-1])["turn"])
         if isinstance(turn, PendingTurn):
             return turn_view.pending_wire(turn)
         return turn_view.turn_wire(session_id, turn)
 
     async def wait(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
-        """Wait for a turn's end, as one of its readers, and return it."""
+        """Wait for a turn's end, as one of its readers, and return it.
+
+        Raises: ApiError draining where this process stops before the turn does.
+        """
         events = self._services.journals.find(session_id, turn_id)
+        if events is None:
+            session = await self._services.store.get(session_id, tenant=tenant)
+            turn = await self._services.store.read_turn(session, turn_id)
+            events = self._follow(turn) if isinstance(turn, PendingTurn) else None
         if events is not None:
             await events.read_to_end()
+            if events.is_detached:
+                raise ApiError(
+                    "draining",
+                    "the appliance is stopping; the turn goes on, ask for it again",
+                    extra={"turn_id": turn_id},
+                )
         return await self.get(tenant, session_id, turn_id)
 
     async def events(self, tenant: str | None, session_id: str, turn_id: str) -> TurnEvents:
         """Return a turn's events. Raises ApiError events_expired where they are gone."""
         session = await self._services.store.get(session_id, tenant=tenant)
         events = self._services.journals.find(session_id, turn_id)
-        is_live = turn_id in self._active or self._queue.find(session_id, turn_id) is not None
+        is_live = self.runner.find(turn_id) is not None or self.queue.find(session_id, turn_id)
         if events is not None and not events.has_terminal and not is_live:
             events = await self._with_terminal(session, events)
         if events is not None:
             return events
-        await self._services.store.read_turn(session, turn_id)
+        turn = await self._services.store.read_turn(session, turn_id)
+        if isinstance(turn, PendingTurn):
+            return self._follow(turn)
         link = f"/v1/sessions/{session_id}/turns/{turn_id}"
         raise ApiError(
             "events_expired", f"the events of this turn are gone; the turn is at {link}",
@@ -320,91 +300,104 @@ class TurnService:
         turn = await self._services.store.read_turn(session, events.turn_id)
         if isinstance(turn, Record):
             events = self._services.journals.reopen(session.id, turn.id)
-            fields = turn_view.terminal_fields(turn_view.turn_wire(session.id, turn))
-            events.emit(TERMINAL_EVENT[turn.status], fields)
-            events.close()
+            self._tell_end(events, turn)
         return events
 
-    async def cancel(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
-        """Stop a turn and return it as it ended; a turn that has ended stays as it is."""
-        await self._services.store.get(session_id, tenant=tenant)
-        while (waiting := self._queue.find(session_id, turn_id)) is not None:
-            if not waiting.is_beginning:
-                return self._queue.cancel(waiting)
-            await asyncio.sleep(BEGIN_POLL_S)
-        active = self._active.get(turn_id)
-        if active is not None and active.run.pending.session_id == session_id:
-            await active.run.request_stop(CANCEL)
-            try:
-                await asyncio.wait_for(active.run.events.wait_closed(), CANCEL_WAIT_S)
-            except TimeoutError:
-                logger.warning("cancel goes on in the background", extra={"turn_id": turn_id})
-        await self._ending.settle(turn_id)
-        return await self.get(tenant, session_id, turn_id)
+    def _follow(self, pending: PendingTurn) -> TurnEvents:
+        """Events of a turn that another process runs: what the store says of it, as it says it."""
+        events = TurnEvents(pending.session_id, pending.id)
+        events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
+        self.runner.chore(self._follow_to_end(events))
+        return events
 
-    def cancel_waiting(self, session_id: str) -> None:
+    async def _follow_to_end(self, events: TurnEvents) -> None:
+        while not self.is_draining and not events.is_closed:
+            await asyncio.sleep(ELSEWHERE_POLL_S)
+            try:
+                session = await self._services.store.get(events.session_id)
+                turn = await self._services.store.read_turn(session, events.turn_id)
+            except StoreUnavailable:
+                continue
+            except SessionError:  # it went with its session, or with a rollback
+                break
+            if isinstance(turn, Record):
+                self._tell_end(events, turn)
+                return
+        events.detach()
+
+    def _tell_end(self, events: TurnEvents, record: Record) -> None:
+        wire = turn_view.turn_wire(events.session_id, record)
+        events.emit(TERMINAL_EVENT[record.status], turn_view.terminal_fields(wire))
+        events.close()
+
+    # Stopping them ------------------------------------------------------------------------
+
+    async def cancel(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
+        """Stop a turn and return it as it ended; a turn that has ended stays as it is.
+
+        Raises: StoreError where it stopped and the store does not take its end for now;
+        TurnInProgress where another process runs it.
+        """
+        session = await self._services.store.get(session_id, tenant=tenant)
+        while (waiting := self.queue.find(session_id, turn_id)) is not None:
+            if not waiting.is_beginning:
+                await self.queue.cancel(waiting)
+                break
+            await asyncio.sleep(BEGIN_POLL_S)
+        run = self.runner.find(turn_id, session_id)
+        if run is not None:
+            await run.request_stop(CANCEL)
+            await self._wait_stopped(run)
+        await self.runner.ending.settle(turn_id)
+        turn = await self.get(tenant, session_id, turn_id)
+        if run is None and turn_id == session.current_turn and turn["status"] == "running":
+            raise TurnInProgress(turn_id)
+        return turn
+
+    async def _wait_stopped(self, run: TurnRun) -> None:
+        """Wait until a turn's end is stored. Raises: SessionError where the store refuses it."""
+        ending = self.runner.ending
+        deadline_s = asyncio.get_running_loop().time() + CANCEL_WAIT_S
+        closed = asyncio.ensure_future(run.events.wait_closed())
+        try:
+            while not closed.done():
+                await asyncio.wait({closed}, timeout=0.1)
+                trouble = ending.trouble_of(run.turn_id)
+                if trouble is not None and not closed.done():
+                    text = f"the turn has stopped, its end is not stored yet: {trouble}"
+                    raise type(trouble)(text)
+                if asyncio.get_running_loop().time() > deadline_s:
+                    logger.warning(
+                        "cancel goes on in the background", extra={"turn_id": run.turn_id}
+                    )
+                    return
+        finally:
+            closed.cancel()
+
+    async def cancel_waiting(self, session_id: str) -> None:
         """Cancel every turn that waits in a session."""
-        self._queue.cancel_all(session_id)
+        await self.queue.cancel_all(session_id)
 
     def cancel_when_unread(self, session_id: str, turn_id: str) -> None:
         """Cancel this turn, be it waiting or running, as soon as its last reader is gone."""
         events = self._services.journals.find(session_id, turn_id)
         if events is not None:
-            events.on_readers_gone = lambda: self._chore(self._stop_unread(session_id, turn_id))
+            events.on_readers_gone = lambda: self.runner.chore(
+                self._stop_unread(session_id, turn_id)
+            )
 
     async def _stop_unread(self, session_id: str, turn_id: str) -> None:
-        while (waiting := self._queue.find(session_id, turn_id)) is not None:
+        while (waiting := self.queue.find(session_id, turn_id)) is not None:
             if not waiting.is_beginning:
-                self._queue.cancel(waiting)
+                await self.queue.cancel(waiting)
                 return
             await asyncio.sleep(BEGIN_POLL_S)
-        active = self._active.get(turn_id)
-        if active is not None:
-            await active.run.request_stop(CANCEL)
-
-    # Restarts -----------------------------------------------------------------------------
-
-    async def recover(self) -> int:
-        """Take up the turns that an earlier life of this API process left; returns how many.
-
-        Those of others that share the store are theirs; a turn without an owner is anybody's.
-        """
-        store = self._services.store
-        mine = await store.pending_turns(owner=self._services.owner)
-        pending_turns = (*await store.pending_turns(owner=""), *mine)
-        for pending in pending_turns:
-            if pending.id in self._active:
-                continue
-            try:
-                await self._take_up(pending)
-            except SessionNotFound:
-                continue
-            except (SessionError, ToolSchemaError) as error:
-                # One turn that cannot go on must not keep the others, or the process, down.
-                logger.error("turn not taken up: %s", error, extra={"turn_id": pending.id})
-                await self._ending.abandon(pending, as_api_error(error))
-        return len(pending_turns)
-
-    async def _take_up(self, pending: PendingTurn) -> None:
-        session = await self._services.store.get(pending.session_id)
-        log = await self._services.store.read_log(session)
-        events = self._services.journals.reopen(pending.session_id, pending.id)
-        run = build_run(self._services, session, log, pending, events)
-        run.is_resumed = True
-        if session.model_fingerprint not in ("", self._services.assets.fingerprint):
-            run.error = ApiError("api_restarted", "the model changed while this turn ran")
-        events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
-        logger.info("turn taken up again", extra={"turn_id": pending.id})
-        self._launch(run, time.monotonic())
+        run = self.runner.find(turn_id)
+        if run is not None:
+            await run.request_stop(CANCEL)
 
     async def drain(self, timeout_s: float) -> None:
-        """Let running turns finish; those that do not are left for the next API process."""
+        """Let running turns finish; what does not is left for the next API process."""
         self.is_draining = True
-        await self._queue.close(ApiError("draining", "the appliance is stopping"))
-        tasks = [active.task for active in self._active.values() if active.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._ending.close()
+        await self.queue.close()
+        await self.runner.drain(timeout_s)

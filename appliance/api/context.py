@@ -15,12 +15,14 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Depends, Request
 
 from appliance.errors import ApiError
+from appliance.history_room import HistoryRoom
 from appliance.leases import LeaseService
 from appliance.prefill import Prefiller
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_history import SessionHistory
 from appliance.session_service import SessionService
 from appliance.session_views import SessionViews
+from appliance.turn_takeover import TurnTakeover
 from appliance.turns import TurnService
 
 T = TypeVar("T")
@@ -37,6 +39,8 @@ class ApiContext:
     history: SessionHistory
     leases: LeaseService
     prefiller: Prefiller
+    room: HistoryRoom
+    takeover: TurnTakeover
 
 
 class ClientGone(Exception):

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from appliance.api.context import Caller, Context, admin_only
 from appliance.api.sse import event_stream
-from appliance.api.wire_sessions import LeaseCreate, Rollback, SignalCreate
+from appliance.api.wire_sessions import CompactCreate, LeaseCreate, Rollback, SignalCreate
 from appliance.session_watch import watch_cache, watch_session
 from appliance.signals import take_signal
 
@@ -41,6 +41,14 @@ async def rollback_session(
 ) -> Any:
     """Go back to just behind a turn, an item or a revision: a new revision, the rest is gone."""
     return await context.history.rollback(caller, session_id, body)
+
+
+@router.post("/sessions/{session_id}/compact")
+async def compact_session(
+    session_id: str, body: CompactCreate, context: Context, caller: Caller
+) -> Any:
+    """Put a summary, or items, in place of the older part; answers once that is done."""
+    return await context.room.compact(caller, session_id, body)
 
 
 @router.post("/sessions/{session_id}/leases")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.api.wire_values import (
+    INT32_MAX,
     Milliseconds,
     MinP,
     Penalty,
@@ -99,6 +100,7 @@ class SessionUpdate(StrictBody):
     instructions: str | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    reasoning: ReasoningBody | None = None
     metadata: dict[str, str] | None = None
     cache: CacheBody | None = None
     context: ContextBody | None = None
@@ -135,13 +137,18 @@ class TurnCreate(StrictBody):
 
 
 class ItemsAppend(StrictBody):
-    """POST /v1/sessions/{id}/items."""
+    """POST /v1/sessions/{id}/items.
+
+    With `partial` or `final`, `items` is the next piece of the output of the open call `call_id`;
+    `offset` says where it begins, in characters, so that a piece that is sent again counts once.
+    """
 
     items: list[Any] | str
     prefill: Literal["none", "background", "now"] = "none"
     partial: bool = False
     call_id: str | None = None
     final: bool = False
+    offset: Annotated[int, Field(ge=0)] | None = None
     expect_revision: Annotated[int, Field(ge=0)] | None = None
     auto_close_calls: bool = False
 
@@ -159,3 +166,16 @@ class Rollback(StrictBody):
 
     to: str | int
     expect_revision: Annotated[int, Field(ge=0)] | None = None
+
+
+class CompactCreate(StrictBody):
+    """POST /v1/sessions/{id}/compact.
+
+    summary: the model writes it. items: `summary_items` stand for what goes. `warm`: the new
+    prefix is prefilled before it is put in place.
+    """
+
+    mode: Literal["summary", "items"] = "summary"
+    summary_items: list[Any] | str | None = None
+    keep_last_turns: Annotated[int, Field(ge=0, le=INT32_MAX)] = 1
+    warm: bool = True

@@ -91,8 +91,10 @@ CREATE_CASES: list[tuple[str, Json, int, str, str | None]] = [
     ("metadata", {"model": "default", "metadata": {"n": 1}}, 400, "invalid_type", "metadata.n"),
     ("conflict policy", {"model": "default", "on_conflict": "wait"}, 400, "invalid_value",
      "on_conflict"),
-    ("not yet", {"model": "default", "context": {"on_overflow": "compact"}}, 400,
-     "unsupported_parameter", "context.on_overflow"),
+    ("no such switch", {"model": "default", "reasoning": {"effort": "high"}}, 400,
+     "unsupported_parameter", "reasoning.effort"),
+    ("effort", {"model": "default", "reasoning": {"effort": "huge"}}, 400, "invalid_value",
+     "reasoning.effort"),
     ("too long", {"model": "default", "instructions": "word " * 9000}, 400,
      "context_length_exceeded", "initial_items"),
 ]  # fmt: skip

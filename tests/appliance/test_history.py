@@ -126,15 +126,15 @@ def test_a_broken_or_foreign_export_is_refused_with_its_line(app: RunningApp) ->
     num_before = len(app.get("/v1/sessions", params={"limit": 1000}).json()["data"])
     header = json.loads(lines[0])
     other_model = json.dumps({**header, "model": "gpt-9"}).encode() + b"\n"
-    settings = {**header["settings"], "context": {"on_overflow": "compact"}}
-    overflow = json.dumps({**header, "settings": settings}).encode() + b"\n"
+    settings = {**header["settings"], "reasoning": {"effort": "high"}}
+    effort = json.dumps({**header, "settings": settings}).encode() + b"\n"
     for raw, status, code, text in (
         (b"", 400, "invalid_import", "cut off"),
         (b"{}\n", 400, "invalid_import", "line 1"),
         (b"".join(lines[:-1]), 400, "invalid_import", "cut off"),
         (lines[0] + b"nonsense\n", 400, "invalid_import", "line 2"),
         (b"".join([other_model, *lines[1:]]), 404, "model_not_found", "gpt-9"),
-        (b"".join([overflow, *lines[1:]]), 400, "unsupported_parameter", "on_overflow"),
+        (b"".join([effort, *lines[1:]]), 400, "unsupported_parameter", "reasoning.effort"),
     ):
         reply = app.post("/v1/sessions/import", content=raw)
         assert app.error(reply)[:2] == (status, code), raw

@@ -137,7 +137,7 @@ def test_a_lease_wished_at_creation_is_taken_once_there_is_something_to_keep(
     copy = app.post("/v1/sessions/import", content=exported).json()
     assert copy["cache"]["lease"] == wish
     for lease, code in (
-        ({"tier": "l2", "ttl": "1m"}, "unsupported_parameter"),
+        ({"tier": "l4", "ttl": "1m"}, "invalid_value"),
         ({"ttl": "soon"}, "invalid_setting"),
         ({}, "missing_field"),
     ):

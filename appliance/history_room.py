@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HistoryRoom: keeps histories within their context, when a client asks or as they overflow.
+
+`context.on_overflow`: `error` refuses what does not fit; `truncate_oldest` leaves the oldest out at
+once; `compact` has them summarised, beside the turns where there is time, else in front of the turn
+that needs the room. Does not know: HTTP, how a summary is made (compaction).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any
+
+from appliance.api.wire_sessions import CompactCreate
+from appliance.compaction import Compacted, Compactor
+from appliance.errors import ApiError, as_api_error
+from appliance.reasoning_history import ReasoningHistory, has_user_message
+from appliance.services import Services
+from sessions.calls import open_calls_of
+from sessions.compaction import Split, split_history, split_to_fit
+from sessions.errors import UnresolvedToolCalls
+from sessions.items import Item, parse_items
+from sessions.session import Session
+from sessions.turn_log import TurnLog
+
+logger = logging.getLogger(__name__)
+
+SUMMARY = "summary"
+
+
+class HistoryRoom:
+    """One per process; belongs to one event loop."""
+
+    def __init__(self, services: Services, compactor: Compactor) -> None:
+        self._services = services
+        self._compactor = compactor
+        self._reasoning = ReasoningHistory(services)
+        self._running: dict[str, asyncio.Task[Compacted]] = {}
+        services.hub.listen(self._on_session_event)
+
+    # What clients ask ---------------------------------------------------------------------
+
+    async def compact(
+        self, tenant: str | None, session_id: str, body: CompactCreate
+    ) -> dict[str, Any]:
+        """Compact a session now; returns once the new history is in place.
+
+        Raises: ApiError compaction_in_progress, nothing_to_compact, compaction_failed; what
+        parsing items raises.
+        """
+        services = self._services
+        session = await services.store.get(session_id, tenant=tenant)
+        session.check_alive(services.clock_ms())
+        if session_id in self._running:
+            raise ApiError("compaction_in_progress", "a compaction of this session runs already")
+        items = _items_of(body)
+        log = await services.store.read_log(session)
+        split = split_history(log, session.open_calls, keep_last_turns=body.keep_last_turns)
+        if split is None:
+            raise ApiError(
+                "nothing_to_compact",
+                f"nothing lies before the last {body.keep_last_turns} turns that could be replaced",
+                "keep_last_turns",
+            )
+        task = self._start(session, log, split, items, warm=body.warm)
+        # A client that hangs up does not stop it: what it asked for happens.
+        return (await asyncio.shield(task)).wire()
+
+    # Room for turns -----------------------------------------------------------------------
+
+    async def before_turn(self, session: Session, new_input: object) -> Session:
+        """Do to a history what its settings ask for before a turn with this input.
+
+        Raises: SessionError (VersionConflict where another writer came first).
+        """
+        settings = session.settings
+        if settings.reasoning.history == "drop_before_last_user" and has_user_message(new_input):
+            session = await self._reasoning.drop(session)
+        if settings.context.on_overflow == "truncate_oldest" and self._is_over(session):
+            session = await self._truncate(session)
+        return session
+
+    def can_make(self, session: Session, log: TurnLog, error: ApiError) -> bool:
+        """Whether this refusal of a turn is one that more room can lift."""
+        if error.code != "context_length_exceeded":
+            return False
+        if session.settings.context.on_overflow == "error":
+            return False
+        return self._split(session, log) is not None
+
+    def is_quick(self, session: Session) -> bool:
+        """Whether room is made at once; else a turn has to wait for it."""
+        return session.settings.context.on_overflow == "truncate_oldest"
+
+    async def make(self, session: Session) -> Session:
+        """Shorten a history down to its `compact_to`. Raises: ApiError, SessionError."""
+        if self.is_quick(session):
+            return await self._truncate(session)
+        running = self._running.get(session.id)
+        if running is None:
+            log = await self._services.store.read_log(session)
+            split = self._split(session, log)
+            if split is None:
+                return session
+            running = self._start(session, log, split, None, warm=False)
+        await asyncio.shield(running)
+        return await self._services.store.get(session.id)
+
+    async def close(self) -> None:
+        """Stop the compactions that run; their sessions stay as they are."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _is_over(self, session: Session) -> bool:
+        limit = self._services.context_limit(session)
+        return session.num_tokens > session.settings.context.compact_at * limit
+
+    def _split(self, session: Session, log: TurnLog) -> Split | None:
+        target = session.settings.context.compact_to * self._services.context_limit(session)
+        head = log.records[0].num_tokens if log.records else 0
+        return split_to_fit(log, session.open_calls, max_kept_tokens=int(target) - head)
+
+    async def _truncate(self, session: Session) -> Session:
+        log = await self._services.store.read_log(session)
+        split = self._split(session, log)
+        if split is None:
+            return session
+        items = (self._compactor.left_out(split),)
+        return (await self._compactor.replace(session, log, split, items, warm=False)).session
+
+    def _on_session_event(self, kind: str, session: Session, fields: dict[str, Any]) -> None:
+        """Compact beside the turns once one has left a history too long."""
+        policy = session.settings.context.on_overflow
+        if kind == "session.turn_ended" and policy == "compact" and self._is_over(session):
+            if session.id not in self._running:
+                task = asyncio.get_running_loop().create_task(self._compact_long(session))
+                self._track(session.id, task)
+        elif kind in ("session.closed", "session.expired") and session.id in self._running:
+            self._running[session.id].cancel()
+
+    async def _compact_long(self, session: Session) -> Compacted:
+        log = await self._services.store.read_log(session)
+        split = self._split(session, log)
+        if split is None:
+            raise ApiError("nothing_to_compact", "the last turn alone is too long")
+        return await self._run(session, log, split, None, True)
+
+    def _start(
+        self,
+        session: Session,
+        log: TurnLog,
+        split: Split,
+        items: tuple[Item, ...] | None,
+        *,
+        warm: bool,
+    ) -> asyncio.Task[Compacted]:
+        task = asyncio.create_task(self._run(session, log, split, items, warm))
+        self._track(session.id, task)
+        return task
+
+    def _track(self, session_id: str, task: asyncio.Task[Compacted]) -> None:
+        self._running[session_id] = task
+        task.add_done_callback(lambda task: self._forget(session_id, task))
+
+    def _forget(self, session_id: str, task: asyncio.Task[Compacted]) -> None:
+        if self._running.get(session_id) is task:
+            del self._running[session_id]
+        if task.cancelled() or task.exception() is None:
+            return
+        error = as_api_error(task.exception() or RuntimeError())
+        logger.warning("not compacted: %s", error.message, extra={"session_id": session_id})
+        event = {"type": "session.compaction_failed", "session_id": session_id}
+        self._services.hub.put(session_id, {**event, "code": error.code, "message": error.message})
+
+    async def _run(
+        self,
+        session: Session,
+        log: TurnLog,
+        split: Split,
+        items: tuple[Item, ...] | None,
+        warm: bool,
+    ) -> Compacted:
+        hub = self._services.hub
+        event = {"session_id": session.id, "replaced_items": split.num_replaced_items}
+        hub.put(session.id, {"type": "session.compaction_started", **event})
+        num_summary = 0
+        if items is None:
+            text, num_summary = await self._compactor.summarise(session, log, split)
+            items = (self._compactor.summary(split, text),)
+        done = await self._compactor.replace(session, log, split, items, warm=warm)
+        done = replace(done, num_summary_tokens=num_summary)
+        hub.put(session.id, {"type": "session.compacted", **done.wire()})
+        return done
+
+
+def _items_of(body: CompactCreate) -> tuple[Item, ...] | None:
+    """The items a client wants in place of the old ones; None where the model shall write them."""
+    if body.mode == SUMMARY:
+        if body.summary_items is not None:
+            raise ApiError("invalid_value", "summary_items: only with mode items", "summary_items")
+        return None
+    if not body.summary_items:
+        raise ApiError(
+            "missing_field", "summary_items: required, one item at least", "summary_items"
+        )
+    items = parse_items(body.summary_items, path="summary_items")
+    left_open = open_calls_of(items)
+    if left_open:
+        raise UnresolvedToolCalls([c.call_id for c in left_open], param="summary_items")
+    return items

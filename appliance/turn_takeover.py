@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Takes up turns that have no process: its own of an earlier life, and those of dead processes.
+
+Each API process says every few seconds that it is alive. A turn of one that does not any more is
+handed to whoever claims it first. Does not know: how a turn runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from appliance import turn_view
+from appliance.errors import ApiError, as_api_error
+from appliance.services import Services
+from appliance.turn_preparation import Ask, build_run
+from appliance.turn_queue import WaitingTurn
+from appliance.turn_record import abandoned
+from appliance.turns import TurnService
+from sessions.errors import SessionError, SessionNotFound
+from sessions.turn_log import PendingTurn
+from tools_schema.errors import ToolSchemaError
+
+logger = logging.getLogger(__name__)
+
+BEAT_EVERY_S = 5.0
+ALIVE_MS = 20_000  # a process that is silent for longer is dead
+
+
+class TurnTakeover:
+    """One per process; `beat_every_s` and `alive_ms` are the same in all that share a store."""
+
+    def __init__(
+        self,
+        services: Services,
+        turns: TurnService,
+        *,
+        beat_every_s: float = BEAT_EVERY_S,
+        alive_ms: int = ALIVE_MS,
+    ) -> None:
+        self._services = services
+        self._turns = turns
+        self._beat_every_s = beat_every_s
+        self._alive_ms = alive_ms
+
+    async def recover(self) -> int:
+        """Take up the turns that an earlier life of this API process left; returns how many.
+
+        Those of others that share the store are theirs; a turn without an owner is anybody's.
+        """
+        store = self._services.store
+        await self._beat()
+        owners = ("", self._services.owner)
+        found = [turn for owner in owners for turn in await store.pending_turns(owner=owner)]
+        found += [turn for owner in owners for turn in await store.queued_turns(owner=owner)]
+        for turn in found:
+            await self._take_up_guarded(turn)
+        return len(found)
+
+    async def run(self) -> None:
+        """Say that this process is alive, and look after the turns of those that are not."""
+        while True:
+            await asyncio.sleep(self._beat_every_s)
+            try:
+                await self._beat()
+                await self.adopt_orphans()
+            except SessionError as error:
+                logger.warning("turns of other processes not looked at: %s", error)
+
+    async def adopt_orphans(self) -> int:
+        """Take up the turns of processes that are dead; returns how many."""
+        services = self._services
+        turns = (*await services.store.pending_turns(), *await services.store.queued_turns())
+        others = [turn for turn in turns if turn.owner != services.owner]
+        if not others or self._turns.is_draining:
+            return 0
+        alive = await services.store.live_owners(services.clock_ms())
+        num_adopted = 0
+        for turn in others:
+            if turn.owner in alive or not await services.store.claim_turn(turn, services.owner):
+                continue
+            logger.warning("took over a turn of %s", turn.owner, extra={"turn_id": turn.id})
+            await self._take_up_guarded(turn)
+            num_adopted += 1
+        return num_adopted
+
+    async def _beat(self) -> None:
+        until_ms = self._services.clock_ms() + self._alive_ms
+        await self._services.store.beat(self._services.owner, until_ms)
+
+    async def _take_up_guarded(self, turn: PendingTurn) -> None:
+        """One turn that cannot go on must not keep the others, or the process, down."""
+        try:
+            await (self._take_up(turn) if turn.ask is None else self._wait_again(turn))
+        except SessionNotFound:
+            return
+        except (SessionError, ToolSchemaError, ValueError) as error:
+            logger.error("turn not taken up: %s", error, extra={"turn_id": turn.id})
+            await self._give_up(turn, as_api_error(error))
+
+    async def _give_up(self, turn: PendingTurn, error: ApiError) -> None:
+        if turn.ask is None:
+            await self._turns.runner.ending.abandon(turn, error)
+        else:
+            record = abandoned(turn, error, self._services.clock_ms())
+            await self._services.store.end_queued(turn.session_id, record)
+
+    async def _take_up(self, pending: PendingTurn) -> None:
+        if self._turns.runner.find(pending.id) is not None:
+            return
+        services = self._services
+        session = await services.store.get(pending.session_id)
+        log = await services.store.read_log(session)
+        events = services.journals.reopen(pending.session_id, pending.id)
+        run = build_run(services, session, log, pending, events)
+        run.is_resumed = True
+        if session.model_fingerprint not in ("", services.assets.fingerprint):
+            run.error = ApiError("api_restarted", "the model changed while this turn ran")
+        events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
+        logger.info("turn taken up again", extra={"turn_id": pending.id})
+        self._turns.runner.launch(run, time.monotonic())
+
+    async def _wait_again(self, waiting: PendingTurn) -> None:
+        """Put a turn that never began back into its queue."""
+        if self._turns.queue.find(waiting.session_id, waiting.id) is not None:
+            return
+        events = self._services.journals.reopen(waiting.session_id, waiting.id)
+        if events.has_terminal:  # its readers were told its end, the store was not
+            events.close()
+            record = abandoned(
+                waiting, ApiError("api_restarted", "it ended unstored"), self._services.clock_ms()
+            )
+            await self._services.store.end_queued(waiting.session_id, record)
+            return
+        self._turns.queue.add(WaitingTurn(Ask.of_waiting(waiting), waiting, events))
