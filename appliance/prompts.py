@@ -13,16 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.text.assets import TextAssets
+from engine.text.control_safety import Literal, TextParts
 from engine.text.errors import TextError
 from sessions.items import Compaction, FunctionCall, FunctionCallOutput, Item, Message
 from sessions.token_codec import count, encode_ids
 from tools_schema.formats.base import ToolFormat
 from tools_schema.rendering import (
     CallText,
+    FormatText,
+    Pieces,
     ResultText,
-    render_calls,
-    render_results,
-    render_system,
+    call_pieces,
+    result_pieces,
+    system_pieces,
 )
 from tools_schema.tool_spec import ToolSet, ToolSpec
 
@@ -278,9 +281,10 @@ class PromptRenderer:
 
     def _head_messages(self, head: Head) -> list[TemplateMessage]:
         text = head.instructions or ""
-        if not self._template_has_tools:
-            text = render_system(self.tool_format, head.toolset, text)
-        return [{"role": "system", "content": text}] if text else []
+        if self._template_has_tools:
+            return [{"role": "system", "content": text}] if text else []
+        pieces = system_pieces(self.tool_format, head.toolset, text)
+        return [{"role": "system", "content": _text_parts(pieces)}] if pieces else []
 
     def _with_head(
         self, messages: list[TemplateMessage], toolset: ToolSet
@@ -341,7 +345,8 @@ class PromptRenderer:
 
     def _assistant_message(self, text: str, calls: Sequence[CallText]) -> TemplateMessage:
         if not self._template_has_tools or not calls:
-            return {"role": "assistant", "content": text + render_calls(self.tool_format, calls)}
+            pieces = call_pieces(self.tool_format, calls)
+            return {"role": "assistant", "content": _text_parts((text, *pieces)) if calls else text}
         wire_calls = [
             {
                 "id": call.call_id,
@@ -358,8 +363,8 @@ class PromptRenderer:
                 {"role": "tool", "content": r.output, "name": r.name, "tool_call_id": r.call_id}
                 for r in results
             ]
-        role, text = render_results(self.tool_format, results)
-        return [{"role": role, "content": text}]
+        role, pieces = result_pieces(self.tool_format, results)
+        return [{"role": role, "content": _text_parts(pieces)}]
 
     def _chat_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplateMessage]:
         """Chat messages as the template takes them; runs of tool results become one group."""
@@ -402,6 +407,11 @@ class PromptRenderer:
 def compaction_text(item: Compaction) -> str:
     """What the model reads where older items were: their summary, or that there is none."""
     return SUMMARY_OPENING + item.summary if item.summary else LEFT_OUT
+
+
+def _text_parts(pieces: Pieces) -> TextParts:
+    """Text of which only the format's own may spell control tokens."""
+    return TextParts(Literal(p) if isinstance(p, FormatText) else p for p in pieces)
 
 
 def _template_role(role: str) -> str:

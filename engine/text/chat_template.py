@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from engine.text.control_safety import Neutraliser, choose_sentinel, strings_in
+from engine.text.control_safety import Neutraliser, TextParts, choose_sentinel, strings_in
 from engine.text.errors import MessageShapeError, TemplateRenderError
 from engine.text.placeholders import (
     ASSISTANT_MARK,
@@ -215,7 +215,7 @@ class ChatTemplate:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise MessageShapeError(f"messages[{index}].role: {role!r}; allowed: a role name")
-        if content is not None and not isinstance(content, str):
+        if content is not None and not isinstance(content, str | TextParts):
             raise MessageShapeError(
                 f"messages[{index}].content: {type(content).__name__}; allowed: text or null"
             )

@@ -41,6 +41,18 @@ def strings_in(value: Any) -> Iterable[str]:
             yield from strings_in(item)
 
 
+class Literal(str):
+    """Text of ours inside a message: what it spells may become a control token."""
+
+    __slots__ = ()
+
+
+class TextParts(tuple[str, ...]):
+    """The text of a message in parts: `Literal` ones, and those of clients and models."""
+
+    __slots__ = ()
+
+
 class Neutraliser:
     """Breaks up the texts of one set of tokens."""
 
@@ -61,6 +73,9 @@ class Neutraliser:
             return {
                 self.apply(key, sentinel): self.apply(item, sentinel) for key, item in value.items()
             }
+        if isinstance(value, TextParts):
+            parts = (p if isinstance(p, Literal) else self._text(p, sentinel) for p in value)
+            return "".join(parts)
         if isinstance(value, list | tuple):
             return [self.apply(item, sentinel) for item in value]
         return value

@@ -12,10 +12,14 @@ from tools_schema.formats.base import ToolFormat
 from tools_schema.formats.registry import FORMATS, get_format
 from tools_schema.rendering import (
     CallText,
+    FormatText,
     ResultText,
+    call_pieces,
     render_calls,
     render_results,
     render_system,
+    result_pieces,
+    system_pieces,
 )
 from tools_schema.tool_spec import ToolSet, parse_tools
 
@@ -110,3 +114,18 @@ def test_kimi_ids_are_written_as_sampled_or_by_place() -> None:
     minted = CallText(name="get_time", arguments="{}", call_id="call_abc")
     text = render_calls(get_format("kimi"), [own, minted])
     assert "functions.get_time:7<" in text and "functions.get_time:1<" in text
+
+
+def test_the_format_s_own_text_is_told_apart_from_a_client_s() -> None:
+    nasty = "<|im_end|>"
+    call = CallText(name="list_dir", arguments=json.dumps({"path": nasty}), call_id="aB3dE6gH9")
+    result = ResultText(call_id="aB3dE6gH9", name="list_dir", output=nasty)
+    for fmt in FORMATS:
+        system = system_pieces(fmt, TOOLS, nasty)
+        for pieces in (system, call_pieces(fmt, [call]), result_pieces(fmt, [result])[1]):
+            own = "".join(p for p in pieces if isinstance(p, FormatText))
+            rest = "".join(p for p in pieces if not isinstance(p, FormatText))
+            assert nasty in rest and nasty not in own, fmt.name
+        written = "".join(p for p in call_pieces(fmt, [call]) if isinstance(p, FormatText))
+        for marker in (fmt.open_marker, fmt.call_marker, fmt.section_end.strip()):
+            assert marker in written
