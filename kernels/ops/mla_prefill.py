@@ -13,6 +13,13 @@ from kernels.selection import select_kernel
 from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
 
 
+def _is_dense(q: torch.Tensor) -> bool:
+    """A token's heads lie one behind the other, tokens start at multiples of 16 bytes."""
+    if q.stride()[1:] != (q.shape[2], 1):
+        return False
+    return (q.stride(0) * q.element_size()) % 16 == 0 and q.data_ptr() % 16 == 0
+
+
 def mla_prefill(
     q: torch.Tensor,
     w_uk: torch.Tensor,
@@ -64,7 +71,10 @@ def mla_prefill(
         ("head_dim", nope_dim + rope_dim),
         ("v_dim", w_uv.shape[1]),
         ("latent_dim", latent_dim),
+        ("rope_dim", rope_dim),
         ("page_size", kv_pool_layer.shape[1]),
+        ("page_is_dense", kv_pool_layer.stride()[1:] == (kv_pool_layer.shape[2], 1)),
+        ("q_is_dense", _is_dense(q)),
     )
     kernel = select_kernel(CallSignature("mla_prefill", q.device.type, formats, traits))
     out: torch.Tensor = kernel.fn(

@@ -34,14 +34,27 @@ TENSORS = {
     "kv": "*bf16",
     "logits": "*fp32",
     "bias": "*fp32",
+    "norm_weight": "*fp32",
+    "residual": "*bf16",
+    "weight": "*bf16",
     "topk_ids": "*i32",
     "topk_weights": "*fp32",
+    "items": "*i32",
+    "factors": "*fp32",
 }
-SCALARS = {"scale_log2": "fp32", "scale": "fp32", "page_stride": "i64"}
+SCALARS = {"eps": "fp32", "scale_log2": "fp32", "scale": "fp32", "page_stride": "i64"}
 
 
-def compile_one(kernel: Any, constants: dict[str, Any], *, warps: int, gluon: bool = False) -> Any:
-    """Compile for sm_90 with 16-byte aligned tensors; names give the types."""
+def compile_one(
+    kernel: Any,
+    constants: dict[str, Any],
+    *,
+    warps: int,
+    gluon: bool = False,
+    boxes: dict[str, tuple[int, int]] | None = None,
+) -> Any:
+    """Compile for sm_90 with 16-byte aligned tensors; names give the types, and the boxes of
+    descriptors where `boxes` does not."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.compiler import ASTSource, compile  # type: ignore[import-untyped]
     from triton.experimental.gluon._runtime import (  # type: ignore[import-untyped]
@@ -54,8 +67,9 @@ def compile_one(kernel: Any, constants: dict[str, Any], *, warps: int, gluon: bo
             signature[name] = "constexpr"
         elif name.endswith("_desc"):
             layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-            columns = 64 if "rope" in name else 256
-            signature[name] = f"tensordesc<bf16[64, {columns}],{layout!r}>"
+            default = (64, 64 if "rope" in name else 256)
+            rows, columns = (boxes or {}).get(name, default)
+            signature[name] = f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
         else:
             signature[name] = TENSORS.get(name) or SCALARS.get(name, "i32")
     attributes = {
@@ -97,7 +111,33 @@ def moe_gate_up() -> Any:
     return compile_one(moe_w4_kernel, constants, warps=2)
 
 
-KERNELS = {"mla_hopper": mla_hopper, "mla_portable": mla_portable, "moe_gate_up": moe_gate_up}
+def mla_prefill_hopper() -> Any:
+    """Sixteen heads of 192 / 128."""
+    from kernels.triton.mla_prefill_hopper import mla_prefill_hopper_kernel
+
+    constants = dict(H=16, N=128, R=64, V=128, C=512, TILE=128, STAGES=2)
+    boxes = dict(q_nope_desc=(64, 128), k_nope_desc=(128, 128), k_rope_desc=(128, 64))
+    boxes["v_desc"] = (128, 128)
+    return compile_one(mla_prefill_hopper_kernel, constants, warps=4, gluon=True, boxes=boxes)
+
+
+def moe_w4_hopper() -> Any:
+    """The first GEMM of a V2-Lite layer, many tokens."""
+    from kernels.triton.moe_w4_hopper import moe_w4_hopper_kernel
+
+    constants = dict(K=2048, N=2816, FIRST=True, INT4=False, SCALE_MUL=16, SCALE_ADD=0x6F006F00)
+    constants["STAGES"] = 4
+    boxes = dict(x_desc=(64, 64))
+    return compile_one(moe_w4_hopper_kernel, constants, warps=4, gluon=True, boxes=boxes)
+
+
+KERNELS = {
+    "mla_hopper": mla_hopper,
+    "mla_portable": mla_portable,
+    "mla_prefill_hopper": mla_prefill_hopper,
+    "moe_gate_up": moe_gate_up,
+    "moe_w4_hopper": moe_w4_hopper,
+}
 
 if __name__ == "__main__":
     for chosen in sys.argv[1:]:

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of the W4 mixture of experts for many tokens (moe_w4_hopper.py). Does not know: the
+kernels' insides.
+
+Pairs are sorted by expert and their tokens' rows gathered once, so that a weight is expanded once
+for up to 256 tokens. Grids follow from shapes alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels._triton import HAS_GLUON_HOPPER, TensorDescriptor, gl, triton
+from kernels.registry import Priority, register_kernel
+from kernels.signature import CallSignature
+from kernels.triton.moe_gather import moe_gather_kernel
+from kernels.triton.moe_route import moe_align_kernel, moe_combine_kernel
+from kernels.w4_layout import SCALE_CODES, TiledW4
+
+ITEM_TOKENS = 256
+_TOKEN_BLOCK = 64
+_STAGES = 4
+
+
+def _refuse(call: CallSignature) -> str | None:
+    if not call.trait("many_tokens", False):
+        return "an expert gets too few tokens"
+    if not HAS_GLUON_HOPPER:
+        return "this triton has no Gluon"
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "wgmma exists on compute capability 9.x only"
+    if any(int(call.trait(name)) % 128 for name in ("hidden", "intermediate")):
+        return "hidden and intermediate sizes are not multiples of 128"
+    return None
+
+
+def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs in order of expert, and items [3, most] = expert, first of its pairs, their number."""
+    num_pairs = ids.numel()
+    most = min(num_pairs, num_experts) + num_pairs // ITEM_TOKENS
+    pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    items = torch.empty(3, most, dtype=torch.int32, device=ids.device)
+    moe_align_kernel[(num_experts,)](
+        ids,
+        pairs,
+        items[0],
+        items[1],
+        items[2],
+        num_pairs,
+        most,
+        E=num_experts,
+        E_PAD=triton.next_power_of_2(num_experts),
+        TOKENS=ITEM_TOKENS,
+        BLOCK=1024 if num_pairs <= 8192 else 4096,
+        USE_PDL=False,
+        num_warps=4 if num_pairs <= 8192 else 8,
+    )
+    return pairs, items
+
+
+def _gemm(
+    x: torch.Tensor,
+    weight: TiledW4,
+    pairs: torch.Tensor,
+    items: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    first: bool,
+) -> None:
+    from kernels.triton.moe_w4_hopper import WEIGHT_ROWS, moe_w4_hopper_kernel
+
+    num_works = items.shape[1] * (weight.num_rows // WEIGHT_ROWS)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    box = [_TOKEN_BLOCK, 64]
+    scale = SCALE_CODES[weight.format]
+    constants: dict[str, Any] = {"N": weight.num_rows, "K": weight.num_cols, "FIRST": first}
+    moe_w4_hopper_kernel[(min(processors, num_works),)](
+        TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout),
+        weight.codes.view(torch.uint32),
+        weight.scales.view(torch.uint32),
+        weight.factors,
+        pairs,
+        items[0],
+        items[1],
+        items[2],
+        weights,
+        out,
+        num_works,
+        INT4=weight.format == "mxint4",
+        SCALE_MUL=scale.multiply,
+        SCALE_ADD=scale.add,
+        STAGES=_STAGES,
+        num_warps=4,
+        **constants,
+    )
+
+
+@register_kernel(
+    "moe_w4",
+    "gluon_hopper_large",
+    priority=Priority.SPECIALIZED,
+    device="cuda",
+    min_sm=(9, 0),
+    formats={"x": {"bf16"}, "weight": {"nvfp4", "mxfp4", "mxint4"}},
+    refuses=_refuse,
+)
+def moe_w4_large(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: TiledW4,
+    down: TiledW4,
+    shared: torch.Tensor | None,
+) -> torch.Tensor:
+    """Sort, gather, GEMM + SwiGLU, GEMM * router weight, sum. Parts of the sum are bf16."""
+    num_tokens, hidden = x.shape
+    top_k = ids.shape[1]
+    pairs, items = _sort(ids, gate_up.num_experts)
+    rows = x.new_empty(pairs.shape[0], hidden)
+    block = min(2048, triton.next_power_of_2(hidden))
+    moe_gather_kernel[(pairs.shape[0], triton.cdiv(hidden, block))](
+        x, pairs, rows, K=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
+    )
+    h = x.new_empty(pairs.shape[0], down.num_cols)
+    parts = x.new_empty(pairs.shape[0], hidden)
+    out = torch.empty_like(x)
+    _gemm(rows, gate_up, pairs, items, weights, h, first=True)
+    _gemm(h, down, pairs, items, weights, parts, first=False)
+    moe_combine_kernel[(num_tokens, triton.cdiv(hidden, 1024))](
+        parts,
+        shared if shared is not None else x,
+        out,
+        N=hidden,
+        TOP_K=top_k,
+        BLOCK=1024,
+        HAS_SHARED=shared is not None,
+        USE_PDL=False,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child of test_mla_prefill.py: runs the prefill's launch code with TRITON_INTERPRET=1, fp32."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from kernels.reference.mla_prefill import mla_prefill as reference
+from kernels.triton import mla_prefill, mla_prefill_plan
+from tests.kernels.triton_interpreted import relative_error
+
+NOPE, ROPE, V_DIM, LATENT = 16, 16, 32, 32
+
+
+def check(
+    rows: list[tuple[int, int]],
+    *,
+    heads: int = 2,
+    page: int = 16,
+    expanded_bytes: int = 1 << 30,
+    min_tiles: int = 8,
+) -> None:
+    """`rows` are (cached, new). Tokens of nobody hold NaN: reading one would show."""
+    torch.manual_seed(len(rows))
+    mla_prefill.EXPANDED_BYTES = expanded_bytes
+    mla_prefill_plan.MIN_TILES = min_tiles
+    lens = [past + new for past, new in rows]
+    most = max(-(-length // page) for length in lens)
+    num_pages = len(rows) * most + 1
+    pool = torch.full((num_pages, 2, page, LATENT + ROPE), float("nan"))
+    order = torch.randperm(num_pages)[: len(rows) * most].to(torch.int32)
+    table = torch.zeros(len(rows) + 1, most, dtype=torch.int32)
+    slots = torch.randperm(len(rows) + 1)[: len(rows)].to(torch.int32)
+    table[slots.long()] = order.view(len(rows), most)
+    for slot, length in zip(slots.tolist(), lens, strict=True):
+        for at in range(0, length, page):
+            real = torch.randn(min(page, length - at), LATENT + ROPE)
+            pool[table[slot, at // page], 1, : len(real)] = real
+    indptr = torch.tensor([0, *(new for _, new in rows)]).cumsum(0).to(torch.int32)
+    # A view with gaps between tokens, as a fused projection leaves it.
+    q = torch.randn(int(indptr[-1]), heads * (NOPE + ROPE) + 8)[:, :-8]
+    args = (
+        q.view(-1, heads, NOPE + ROPE),
+        torch.randn(heads, NOPE, LATENT) * 0.3,
+        torch.randn(heads, V_DIM, LATENT) * 0.3,
+        pool[:, 1],
+        table,
+        slots,
+        indptr,
+        torch.tensor(lens, dtype=torch.int32),
+        0.2,
+    )
+    found = mla_prefill.prefill_portable(*args, block_m=32, tile=32)
+    error = relative_error(found, reference(*args))
+    assert error < 1e-5, error
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "cold": lambda: check([(0, 70)]),
+    "rows_of_all_lengths": lambda: check([(0, 1), (5, 2), (63, 33), (128, 64), (10, 90)]),
+    "split_prefix_merged": lambda: check([(300, 40)], min_tiles=2),
+    "parts_that_some_queries_do_not_see": lambda: check([(3, 61), (40, 20)], min_tiles=1),
+    "heads_in_groups": lambda: check([(50, 20)], heads=3, expanded_bytes=96 * 48 * 4 + 1),
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        CHECKS[name]()
+        print("ok", name, flush=True)
