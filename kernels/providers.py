@@ -28,6 +28,7 @@ REFERENCE_MODULES = (
     "page_copy",
     "rope",
     "sampling",
+    "step_ids",
 )
 
 

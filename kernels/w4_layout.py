@@ -20,7 +20,8 @@ scale is exact in bf16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,6 +51,8 @@ class TiledW4:
 
     `codes` int32 [E, N / 64, K / 64, 4, 32, 4]; `scales` int32 [E, N / 64, K / 64, 4, 8, 2];
     `factors` fp32 [E, 2]: of the gate and up rows of an interleaved matrix, else twice the same.
+    The matrix of a linear layer is an E of 1 whose `factors` are [1, N / 16, 2]: 16 rows each, the
+    first eight and the others.
     """
 
     format: str
@@ -59,6 +62,12 @@ class TiledW4:
     codes: torch.Tensor
     scales: torch.Tensor
     factors: torch.Tensor
+    is_interleaved: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of one matrix."""
+        return (self.num_rows, self.num_cols)
 
 
 def _words_of_codes(codes: torch.Tensor, fmt: str) -> torch.Tensor:
@@ -169,7 +178,7 @@ def tile_w4_gate_up(gate: W4Weight, up: W4Weight) -> TiledW4:
         raise KernelInputError("up", (up.format, up.shape), f"{gate.format} {list(gate.shape)}")
     gate_bytes, gate_factors = _scale_bytes(gate)
     up_bytes, up_factors = _scale_bytes(up)
-    return _tiled(
+    tiled = _tiled(
         gate.format,
         interleave_rows(
             _zero_where_scale_is_zero(unpack_codes(gate.packed), gate),
@@ -177,6 +186,52 @@ def tile_w4_gate_up(gate: W4Weight, up: W4Weight) -> TiledW4:
         ),
         interleave_rows(gate_bytes, up_bytes),
         torch.stack((gate_factors, up_factors), dim=-1),
+    )
+    return replace(tiled, is_interleaved=True)
+
+
+def tile_w4_linear(parts: Sequence[W4Weight]) -> TiledW4:
+    """Reorder matrices [N_i, K] of one format, their rows one below the other, for a linear layer.
+
+    Raises:
+        KernelInputError: if formats or K differ, or a shape does not divide into tiles.
+    """
+    first = parts[0]
+    for part in parts:
+        if (part.format, part.shape[-1]) != (first.format, first.shape[-1]):
+            found = (part.format, part.shape[-1])
+            raise KernelInputError("parts", found, f"({first.format}, {first.shape[-1]})")
+    tiled = [tile_w4(stack_w4([part])) for part in parts]
+    slices = [t.factors[:, None].expand(1, t.num_rows // 16, 2) for t in tiled]
+    return TiledW4(
+        format=first.format,
+        num_experts=1,
+        num_rows=sum(t.num_rows for t in tiled),
+        num_cols=first.shape[-1],
+        codes=torch.cat([t.codes for t in tiled], dim=1),
+        scales=torch.cat([t.scales for t in tiled], dim=1),
+        factors=torch.cat(slices, dim=1).contiguous(),
+    )
+
+
+def tile_w4_swiglu(gate: W4Weight, up: W4Weight) -> TiledW4:
+    """Reorder a linear layer's gate and up matrices, [F, K] each, into one interleaved [2 F, K].
+
+    Raises:
+        KernelInputError: if formats or shapes differ or do not divide into tiles.
+    """
+    tiled = tile_w4_gate_up(stack_w4([gate]), stack_w4([up]))
+    factors = tiled.factors[:, None].expand(1, tiled.num_rows // 16, 2).contiguous()
+    return replace(tiled, factors=factors)
+
+
+def stack_w4(weights: Sequence[W4Weight]) -> W4Weight:
+    """Return matrices of one format and shape as one of experts."""
+    return W4Weight(
+        format=weights[0].format,
+        packed=torch.stack([weight.packed for weight in weights]),
+        scales=torch.stack([weight.scales for weight in weights]),
+        global_scale=torch.stack([weight.global_scale for weight in weights]),
     )
 
 
@@ -213,6 +268,7 @@ def untile_w4(weight: TiledW4) -> torch.Tensor:
         one = 253 if weight.format == "mxfp4" else 127
         step = torch.ldexp(torch.ones_like(code, dtype=torch.float32), code - one)
         factors = weight.factors
-    row_factor = factors[:, None, :].expand(e, n // 16, 2).repeat_interleave(8, dim=2).reshape(e, n)
+    slices = factors if factors.dim() == 3 else factors[:, None, :].expand(e, n // 16, 2)
+    row_factor = slices.repeat_interleave(8, dim=2).reshape(e, n)
     scaled = matrix.reshape(e, n, -1, 16) * step[..., None]
     return scaled.flatten(-2) * row_factor[..., None]

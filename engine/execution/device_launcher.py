@@ -40,6 +40,7 @@ from engine.models.model import PagedModel, StepRows
 from engine.sampling.params import SampleBatch, Sampled
 from engine.sampling.sampler import sample
 from kernels.ops.page_copy import copy_pages
+from kernels.ops.step_ids import feed_ids
 
 Places = NDArray[np.int64]  # of the sampled rows' logits in the logits buffer
 Later = Callable[[], Sampled | None]
@@ -217,6 +218,7 @@ class DeviceLauncher:
             page_size=self._limits.page_size,
             num_prefill_rows=0,
             num_prefill_tokens=0,
+            samples_all=True,
         )
         ids = self._resolve(inputs[IDS], inputs[SLOTS])
         sampled = self._counting[:size]
@@ -258,8 +260,7 @@ class DeviceLauncher:
 
     def _resolve(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """-1 becomes the id last sampled in the slot; no id leaves the vocabulary."""
-        resolved = torch.where(ids < 0, self._next_ids[slots.long()], ids)
-        return resolved.clamp(0, self._model.vocab_size - 1)
+        return feed_ids(ids, slots, self._next_ids, self._model.vocab_size)
 
     def _sample_later(self, batch: SampleBatch, logit_rows: Places) -> Later:
         """Start sampling once the masks are there; what gives the tokens when they are."""

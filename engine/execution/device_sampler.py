@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.sampling.params import RowSampling, SampleBatch, uniform
 from kernels.ops.bitmask import apply_bitmask
 from kernels.ops.draw import draw_tokens
-from kernels.ops.sampling import argmax
+from kernels.ops.step_ids import greedy_rows
 
 # Rows of the parameter buffer, fp64 so that one upload carries ids and chances exactly.
 ROW, SLOT, TEMPERATURE, TOP_K, TOP_P, MIN_P, CHANCE, NUM_PARAMS = range(8)
@@ -69,23 +69,21 @@ def sample_rows(
         next_ids: int32 [slots]; a failed row's slot gets 0, as its next step is under way already.
         draws: False only where every row is greedy.
     """
+    if not draws:
+        greedy_rows(logits, params[ROW], params[SLOT], masks, next_ids, token_ids)
+        return
     slots = params[SLOT].long()
     chosen = logits[params[ROW].long()]
     is_sound = torch.isfinite(chosen.amax(dim=-1))  # NaN spreads; -inf is a forbidden token
     apply_bitmask(chosen, masks[slots])
-    if draws:
-        ids = draw_tokens(
-            chosen,
-            params[TEMPERATURE].float(),
-            params[TOP_K].int(),
-            params[TOP_P].float(),
-            params[MIN_P].float(),
-            params[CHANCE],
-        )
-    else:
-        ids = argmax(chosen)
-        peaks = chosen.gather(1, ids.clamp_min(0).long()[:, None])[:, 0]
-        ids = torch.where(torch.isfinite(peaks), ids, -1)
+    ids = draw_tokens(
+        chosen,
+        params[TEMPERATURE].float(),
+        params[TOP_K].int(),
+        params[TOP_P].float(),
+        params[MIN_P].float(),
+        params[CHANCE],
+    )
     token_ids.copy_(torch.where(is_sound, ids, -1))
     next_ids[slots] = token_ids.clamp_min(0)
 

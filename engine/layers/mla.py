@@ -14,12 +14,10 @@ import torch
 
 from engine.models.model import StepRows
 from kernels.mla_workspace import MlaWorkspace
-from kernels.ops.linear import linear
-from kernels.ops.mla import mla_decode
+from kernels.ops.linear import LinearWeight, linear_add, norm_linear
+from kernels.ops.mla import mla_absorb, mla_output
 from kernels.ops.mla_kv_write import mla_kv_write
 from kernels.ops.mla_prefill import mla_prefill
-from kernels.ops.norm import rms_norm
-from kernels.packed_weight import Weight
 
 # The two inner norms are built without the model's eps in the released code.
 INNER_EPS = 1e-6
@@ -30,17 +28,18 @@ class MlaWeights:
     """One layer. Rows of rope parts are in rotate-half order."""
 
     # [q_rank + C + R, hidden], or [H * D + C + R, hidden] where queries have no low rank
-    q_kv_down: Weight
+    q_kv_down: LinearWeight
     q_norm: torch.Tensor | None  # [q_rank]
-    q_up: Weight | None  # [H * D, q_rank]
+    q_up: LinearWeight | None  # [H * D, q_rank]
     kv_norm: torch.Tensor  # [C]
     w_uk: torch.Tensor  # [H, N, C]
     w_uv: torch.Tensor  # [H, V, C]
-    out: Weight  # [hidden, H * V]
+    out: LinearWeight  # [hidden, H * V]
 
 
 def mla_attention(
-    x_TX: torch.Tensor,
+    residual_TX: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
     weights: MlaWeights,
     rows: StepRows,
     kv_pool_layer: torch.Tensor,
@@ -48,37 +47,61 @@ def mla_attention(
     softmax_scale: float,
     workspace: MlaWorkspace,
 ) -> torch.Tensor:
-    """Write the step's latents and return the layer's attention output [T, hidden].
+    """Write the step's latents; return the residual stream [T, hidden] behind the attention.
 
     Args:
-        kv_pool_layer: [num_pages, page_size, C + R], a view of the pool.
+        norm: weight and eps of the RMSNorm in front.
+        kv_pool_layer: one layer of the pool, a view.
         workspace: planned for the step's decode rows.
     """
     num_heads, nope_dim, latent_dim = weights.w_uk.shape
-    kv_width = kv_pool_layer.shape[-1]
-    down_T = linear(x_TX, weights.q_kv_down)
+    kv_width = latent_dim + cos_sin.shape[1]
+    down_T = norm_linear(residual_TX, *norm, weights.q_kv_down)
     q, kv_TC = down_T[:, :-kv_width], down_T[:, -kv_width:]
     if weights.q_up is not None and weights.q_norm is not None:
-        q = linear(rms_norm(q.contiguous(), weights.q_norm, INNER_EPS), weights.q_up)
+        q = norm_linear(q, weights.q_norm, INNER_EPS, weights.q_up)
     q_THD = q.view(q.shape[0], num_heads, nope_dim + kv_width - latent_dim)
-    mla_kv_write(
-        q_THD[..., nope_dim:],
-        kv_TC,
-        weights.kv_norm,
-        INNER_EPS,
-        rows.positions,
-        cos_sin,
-        kv_pool_layer,
-        rows.slot_mapping,
-    )
-    cut = rows.num_prefill_tokens
-    parts = []
+    cut, parts = rows.num_prefill_tokens, []
     if cut:
-        parts.append(_prefill(q_THD[:cut], weights, rows, kv_pool_layer, softmax_scale))
+        mla_kv_write(
+            q_THD[:cut, :, nope_dim:],
+            kv_TC[:cut],
+            weights.kv_norm,
+            INNER_EPS,
+            rows.positions[:cut],
+            cos_sin,
+            kv_pool_layer,
+            rows.slot_mapping[:cut],
+        )
+        o_THV = _prefill(q_THD[:cut], weights, rows, kv_pool_layer, softmax_scale)
+        parts.append(linear_add(o_THV.reshape(cut, -1), weights.out, residual_TX[:cut]))
     if cut < q_THD.shape[0]:
-        parts.append(_decode(q_THD[cut:], weights, rows, kv_pool_layer, softmax_scale, workspace))
-    o_THV = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return linear(o_THV.reshape(o_THV.shape[0], -1), weights.out)
+        absorbed_THC = mla_absorb(
+            q_THD[cut:],
+            kv_TC[cut:],
+            weights.kv_norm,
+            INNER_EPS,
+            rows.positions[cut:],
+            cos_sin,
+            kv_pool_layer,
+            rows.slot_mapping[cut:],
+            weights.w_uk,
+        )
+        parts.append(
+            mla_output(
+                absorbed_THC,
+                kv_pool_layer,
+                rows.page_table,
+                rows.row_slots[rows.num_prefill_rows :],
+                rows.seq_lens[rows.num_prefill_rows :],
+                softmax_scale,
+                workspace,
+                weights.w_uv,
+                weights.out,
+                residual_TX[cut:],
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _prefill(
@@ -105,31 +128,3 @@ def _prefill(
         lens,
         softmax_scale,
     )
-
-
-def _decode(
-    q_THD: torch.Tensor,
-    weights: MlaWeights,
-    rows: StepRows,
-    kv_pool_layer: torch.Tensor,
-    softmax_scale: float,
-    workspace: MlaWorkspace,
-) -> torch.Tensor:
-    num_heads, nope_dim, latent_dim = weights.w_uk.shape
-    q_HTN = q_THD[..., :nope_dim].transpose(0, 1)
-    absorbed = q_THD.new_empty(q_THD.shape[0], num_heads, kv_pool_layer.shape[-1])
-    torch.bmm(q_HTN, weights.w_uk, out=absorbed[..., :latent_dim].transpose(0, 1))
-    absorbed[..., latent_dim:] = q_THD[..., nope_dim:]
-    cut = rows.num_prefill_rows
-    o_THC = mla_decode(
-        absorbed,
-        kv_pool_layer,
-        rows.page_table,
-        rows.row_slots[cut:],
-        rows.seq_lens[cut:],
-        softmax_scale,
-        workspace,
-    )
-    o_THV = q_THD.new_empty(q_THD.shape[0], num_heads, weights.w_uv.shape[1])
-    torch.bmm(o_THC.transpose(0, 1), weights.w_uv.transpose(1, 2), out=o_THV.transpose(0, 1))
-    return o_THV

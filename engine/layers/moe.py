@@ -11,18 +11,16 @@ from dataclasses import dataclass
 import torch
 
 from kernels.moe_routing import MoeRouting
-from kernels.ops.activation import silu_and_mul
-from kernels.ops.linear import linear
-from kernels.ops.moe import moe_route, moe_w4
+from kernels.ops.linear import LinearWeight, linear_add, swiglu_linear
+from kernels.ops.moe import moe_norm_route, moe_w4
 from kernels.ops.moe_dense import moe_dense
-from kernels.packed_weight import Weight
 from kernels.w4_layout import TiledW4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FfnWeights:
-    gate_up: Weight  # [2F, X]: gate rows, then up rows
-    down: Weight  # [X, F]
+    gate_up: LinearWeight  # [2F, X]: gate rows, then up rows
+    down: LinearWeight  # [X, F]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +31,8 @@ class DenseExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class W4Experts:
+    """Routed experts; behind them, where the format is the same, the shared ones."""
+
     gate_up: TiledW4
     down: TiledW4
 
@@ -43,18 +43,36 @@ class MoeWeights:
     bias: torch.Tensor | None  # fp32 [E], corrects the choice
     routing: MoeRouting
     experts: DenseExperts | W4Experts
-    shared: FfnWeights | None
+    shared: FfnWeights | None  # where they are not among `experts`
+    num_shared_in_experts: int = 0
 
 
-def feed_forward(x_TX: torch.Tensor, weights: FfnWeights | MoeWeights) -> torch.Tensor:
-    """The layer's feed-forward output [T, X] in x's dtype."""
+def feed_forward(
+    residual_TX: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    weights: FfnWeights | MoeWeights,
+) -> torch.Tensor:
+    """Return the residual stream [T, X] behind the feed-forward part.
+
+    Args:
+        norm: weight and eps of the RMSNorm in front.
+    """
     if isinstance(weights, FfnWeights):
-        return linear(silu_and_mul(linear(x_TX, weights.gate_up)), weights.down)
-    shared = None if weights.shared is None else feed_forward(x_TX, weights.shared)
-    # fp32: the choice of experts hangs on small differences.
-    logits_TE = torch.nn.functional.linear(x_TX.float(), weights.router)
-    ids, scales = moe_route(logits_TE, weights.bias, weights.routing)
+        h_TF = swiglu_linear(residual_TX, *norm, weights.gate_up)
+        return linear_add(h_TF, weights.down, residual_TX)
+    x_TX, ids, scales = moe_norm_route(
+        residual_TX,
+        *norm,
+        weights.router,
+        weights.bias,
+        weights.routing,
+        weights.num_shared_in_experts,
+    )
+    behind_TX = residual_TX
+    if weights.shared is not None:
+        h_TF = swiglu_linear(x_TX, None, 0.0, weights.shared.gate_up)
+        behind_TX = linear_add(h_TF, weights.shared.down, residual_TX)
     experts = weights.experts
     if isinstance(experts, W4Experts):
-        return moe_w4(x_TX, ids, scales, experts.gate_up, experts.down, shared)
-    return moe_dense(x_TX, ids, scales, experts.gate_up, experts.down, shared)
+        return moe_w4(x_TX, ids, scales, experts.gate_up, experts.down, behind_TX)
+    return moe_dense(x_TX, ids, scales, experts.gate_up, experts.down, behind_TX)

@@ -16,10 +16,9 @@ from engine.models.deepseek_loader import DeepseekStack, load_stack
 from engine.models.model import LoadOptions, StepRows
 from engine.weights.reader import WeightReader
 from kernels.mla_workspace import make_mla_workspace
-from kernels.ops.linear import linear
+from kernels.ops.linear import norm_linear
 from kernels.ops.mla import plan_mla_decode
-from kernels.ops.norm import add_rms_norm, rms_norm
-from kernels.packed_weight import embed
+from kernels.ops.step_ids import embed_rows
 from kvtiers.layout import LatentLayout
 
 
@@ -73,11 +72,11 @@ class DeepseekForCausalLM:
         if cut < rows.row_slots.shape[0]:
             seq_lens, slots = rows.seq_lens[cut:], rows.row_slots[cut:]
             plan_mla_decode(self._workspace, seq_lens, rows.page_table, slots)
-        residual = embed(stack.embedding, input_ids, self._dtype)
-        x = rms_norm(residual, stack.layers[0].input_norm, eps)
+        residual = embed_rows(stack.embedding, input_ids, self._dtype)
         for index, layer in enumerate(stack.layers):
-            x = mla_attention(
-                x,
+            residual = mla_attention(
+                residual,
+                (layer.input_norm, eps),
                 layer.attention,
                 rows,
                 kv_pool[:, index],
@@ -85,13 +84,11 @@ class DeepseekForCausalLM:
                 self.config.softmax_scale,
                 self._workspace,
             )
-            x, residual = add_rms_norm(x, residual, layer.post_norm, eps)
-            x = feed_forward(x, layer.feed_forward)
-            is_last = index + 1 == len(stack.layers)
-            after = stack.final_norm if is_last else stack.layers[index + 1].input_norm
-            x, residual = add_rms_norm(x, residual, after, eps)
-        last = rows.row_indptr[sample_rows.long() + 1].long() - 1
-        return linear(x[last], stack.lm_head).float()
+            residual = feed_forward(residual, (layer.post_norm, eps), layer.feed_forward)
+        if not rows.samples_all:
+            last = rows.row_indptr[sample_rows.long() + 1].long() - 1
+            residual = residual[last]
+        return norm_linear(residual, stack.final_norm, eps, stack.lm_head, torch.float32)
 
 
 EntryClass = DeepseekForCausalLM

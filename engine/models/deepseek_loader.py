@@ -15,14 +15,20 @@ import torch
 from engine.layers.mla import MlaWeights
 from engine.layers.moe import DenseExperts, FfnWeights, MoeWeights, W4Experts
 from engine.layers.rope import rope_table
-from engine.models.deepseek_config import DeepseekConfig, ExpertsConfig
+from engine.models.deepseek_config import MAX_TOP_K, DeepseekConfig, ExpertsConfig
 from engine.models.model import LoadOptions
 from engine.weights.errors import WeightMismatchError
 from engine.weights.reader import CheckingReader, WeightReader
 from kernels.moe_routing import MoeRouting
-from kernels.packed_weight import Weight
+from kernels.ops.linear import LinearWeight
 from kernels.reference.quant import W4Weight
-from kernels.w4_layout import tile_w4, tile_w4_gate_up
+from kernels.w4_layout import (
+    stack_w4,
+    tile_w4,
+    tile_w4_gate_up,
+    tile_w4_linear,
+    tile_w4_swiglu,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +41,10 @@ class DeepseekLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekStack:
-    embedding: Weight  # [vocab, hidden]
+    embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[DeepseekLayer, ...]
     final_norm: torch.Tensor  # [hidden]
-    lm_head: Weight  # [vocab, hidden]
+    lm_head: LinearWeight  # [vocab, hidden]
     cos_sin: torch.Tensor  # fp32 [max_pos, rope_dim]
 
 
@@ -62,7 +68,7 @@ class _Loader:
     def stack(self) -> DeepseekStack:
         config = self._config
         vocab_shape = (config.vocab_size, config.hidden)
-        embedding = self._linear("model.embed_tokens", vocab_shape)
+        embedding = self._dense("model.embed_tokens", vocab_shape)
         table = rope_table(config.rope, config.rope_dim, self._options.max_positions)
         return DeepseekStack(
             embedding=embedding,
@@ -89,21 +95,21 @@ class _Loader:
         config = self._config
         latent_dim, num_heads = config.latent_dim, config.num_heads
         kv_rows = (latent_dim + config.rope_dim, config.hidden)
-        kv_down = self._linear(f"{prefix}.kv_a_proj_with_mqa", kv_rows)
-        kv_down = kv_down[self._row_order(1, latent_dim)]
+        kv_down = (f"{prefix}.kv_a_proj_with_mqa", kv_rows, self._row_order(1, latent_dim))
         q_rows, q_order = num_heads * config.head_dim, self._row_order(num_heads, config.nope_dim)
         q_up = q_norm = None
         if config.q_rank:
-            q_down = self._linear(f"{prefix}.q_a_proj", (config.q_rank, config.hidden))
+            q_down = (f"{prefix}.q_a_proj", (config.q_rank, config.hidden), None)
             q_norm = self._norm(f"{prefix}.q_a_layernorm", config.q_rank)
-            q_up = self._linear(f"{prefix}.q_b_proj", (q_rows, config.q_rank))[q_order]
+            q_up = self._rows((f"{prefix}.q_b_proj", (q_rows, config.q_rank), q_order))
+            down = self._rows(q_down, kv_down)
         else:
-            q_down = self._linear(f"{prefix}.q_proj", (q_rows, config.hidden))[q_order]
+            down = self._rows((f"{prefix}.q_proj", (q_rows, config.hidden), q_order), kv_down)
         kv_up_rows = num_heads * (config.nope_dim + config.v_dim)
-        kv_up = self._linear(f"{prefix}.kv_b_proj", (kv_up_rows, latent_dim))
+        kv_up = self._dense(f"{prefix}.kv_b_proj", (kv_up_rows, latent_dim))
         kv_up = kv_up.view(num_heads, -1, latent_dim)
         return MlaWeights(
-            q_kv_down=torch.cat((q_down, kv_down)),
+            q_kv_down=down,
             q_norm=q_norm,
             q_up=q_up,
             kv_norm=self._norm(f"{prefix}.kv_a_layernorm", latent_dim),
@@ -123,17 +129,23 @@ class _Loader:
 
     def _ffn(self, prefix: str, width: int) -> FfnWeights:
         hidden = self._config.hidden
-        gate = self._linear(f"{prefix}.gate_proj", (width, hidden))
-        up = self._linear(f"{prefix}.up_proj", (width, hidden))
+        gate = self._one_w4(f"{prefix}.gate_proj", (width, hidden))
+        up = self._one_w4(f"{prefix}.up_proj", (width, hidden))
+        gate_up: LinearWeight
+        if gate is not None and up is not None and gate.format == up.format:
+            gate_up = tile_w4_swiglu(gate, up)
+        else:
+            names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+            gate_up = torch.cat([self._dense(name, (width, hidden)) for name in names])
         return FfnWeights(
-            gate_up=torch.cat((gate, up)),
-            down=self._linear(f"{prefix}.down_proj", (hidden, width)),
+            gate_up=gate_up, down=self._linear(f"{prefix}.down_proj", (hidden, width))
         )
 
     def _moe(self, prefix: str, experts: ExpertsConfig) -> MoeWeights:
         router_shape = (experts.num_experts, self._config.hidden)
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         shared_width = experts.num_shared * experts.ffn
+        held, num_shared = self._experts(prefix, experts)
         return MoeWeights(
             router=self._tensor(f"{prefix}.gate.weight", router_shape, torch.float32),
             bias=self._tensor(bias_name, (experts.num_experts,), torch.float32)
@@ -149,27 +161,61 @@ class _Loader:
                 renormalise=experts.renormalise,
                 scale=experts.scale,
             ),
-            experts=self._experts(f"{prefix}.experts", experts),
-            shared=self._ffn(f"{prefix}.shared_experts", shared_width) if shared_width else None,
+            experts=held,
+            shared=self._ffn(f"{prefix}.shared_experts", shared_width)
+            if shared_width and not num_shared
+            else None,
+            num_shared_in_experts=num_shared,
         )
 
-    def _experts(self, prefix: str, experts: ExpertsConfig) -> DenseExperts | W4Experts:
+    def _experts(self, prefix: str, experts: ExpertsConfig) -> tuple[DenseExperts | W4Experts, int]:
+        """The routed experts, and how many shared ones lie behind them."""
         count, hidden, width = experts.num_experts, self._config.hidden, experts.ffn
-        if self._options.keep_packed and not (hidden % 64 or width % 64):
-            gate = self._w4(prefix, "gate_proj", count, (width, hidden))
-            up = self._w4(prefix, "up_proj", count, (width, hidden))
-            down = self._w4(prefix, "down_proj", count, (hidden, width))
+        name = f"{prefix}.experts"
+        if self._takes_w4((width, hidden)):
+            gate = self._w4(name, "gate_proj", count, (width, hidden))
+            up = self._w4(name, "up_proj", count, (width, hidden))
+            down = self._w4(name, "down_proj", count, (hidden, width))
             if gate is not None and up is not None and down is not None:
-                return W4Experts(gate_up=tile_w4_gate_up(gate, up), down=tile_w4(down))
+                num_shared = 0
+                shared = self._shared_w4(f"{prefix}.shared_experts", experts, gate.format)
+                if shared is not None:
+                    num_shared = experts.num_shared
+                    gate, up, down = (
+                        _join(routed, part)
+                        for routed, part in zip((gate, up, down), shared, strict=True)
+                    )
+                return (
+                    W4Experts(gate_up=tile_w4_gate_up(gate, up), down=tile_w4(down)),
+                    num_shared,
+                )
         device, dtype = self._options.device, self._options.dtype
         gate_up_EIX = torch.empty(count, 2 * width, hidden, dtype=dtype, device=device)
         down_EXI = torch.empty(count, hidden, width, dtype=dtype, device=device)
         for index in range(count):
-            name = f"{prefix}.{index}"
-            gate_up_EIX[index, :width] = self._linear(f"{name}.gate_proj", (width, hidden))
-            gate_up_EIX[index, width:] = self._linear(f"{name}.up_proj", (width, hidden))
-            down_EXI[index] = self._linear(f"{name}.down_proj", (hidden, width))
-        return DenseExperts(gate_up=gate_up_EIX, down=down_EXI)
+            expert = f"{name}.{index}"
+            gate_up_EIX[index, :width] = self._dense(f"{expert}.gate_proj", (width, hidden))
+            gate_up_EIX[index, width:] = self._dense(f"{expert}.up_proj", (width, hidden))
+            down_EXI[index] = self._dense(f"{expert}.down_proj", (hidden, width))
+        return DenseExperts(gate_up=gate_up_EIX, down=down_EXI), 0
+
+    def _shared_w4(
+        self, prefix: str, experts: ExpertsConfig, fmt: str
+    ) -> tuple[W4Weight, W4Weight, W4Weight] | None:
+        """Gate, up and down of the shared experts, one matrix each; None where they are none, or
+        of another format than the routed ones. The file has them as one wide expert."""
+        count, hidden, width = experts.num_shared, self._config.hidden, experts.ffn
+        if not 0 < count <= MAX_TOP_K - experts.top_k:
+            return None
+        wide = count * width
+        gate = self._one_w4(f"{prefix}.gate_proj", (wide, hidden))
+        up = self._one_w4(f"{prefix}.up_proj", (wide, hidden))
+        down = self._one_w4(f"{prefix}.down_proj", (hidden, wide))
+        if gate is None or up is None or down is None:
+            return None
+        if {gate.format, up.format, down.format} != {fmt}:
+            return None
+        return _cut(gate, count, 0), _cut(up, count, 0), _cut(down, count, 1)
 
     def _w4(self, prefix: str, part: str, count: int, shape: Sequence[int]) -> W4Weight | None:
         """One projection of all experts, stacked, on the device; None where it is not 4-bit."""
@@ -184,19 +230,85 @@ class _Loader:
                     f"tensor {name!r}: found another format than expert 0's, expected one format"
                 )
             found.append(weight)
-        device = self._options.device
-        return W4Weight(
-            format=found[0].format,
-            packed=torch.stack([weight.packed for weight in found]).to(device),
-            scales=torch.stack([weight.scales for weight in found]).to(device),
-            global_scale=torch.stack([weight.global_scale for weight in found]).to(device),
-        )
+        return _on(stack_w4(found), self._options.device)
+
+    def _takes_w4(self, shape: Sequence[int]) -> bool:
+        return self._options.keep_packed and not any(size % 64 for size in shape)
+
+    def _one_w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
+        """A linear layer's weight as stored, on the device; None where it is not kept in 4 bits."""
+        found = self._reader.w4(f"{name}.weight", shape) if self._takes_w4(shape) else None
+        return None if found is None else _on(found, self._options.device)
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
         return self._tensor(f"{name}.weight", (width,), torch.float32)
 
-    def _linear(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def _linear(self, name: str, shape: Sequence[int]) -> LinearWeight:
+        return self._rows((name, shape, None))
+
+    def _rows(self, *parts: tuple[str, Sequence[int], torch.Tensor | None]) -> LinearWeight:
+        """One weight of the rows of several, (name, shape, order of its rows) each."""
+        packed = [self._one_w4(name, shape) for name, shape, _ in parts]
+        kept = [weight for weight in packed if weight is not None]
+        if len(kept) == len(parts) and len({weight.format for weight in kept}) == 1:
+            orders = [order for _, _, order in parts]
+            return tile_w4_linear(
+                [_reordered(weight, order) for weight, order in zip(kept, orders, strict=True)]
+            )
+        dense = [
+            self._dense(name, shape) if order is None else self._dense(name, shape)[order]
+            for name, shape, order in parts
+        ]
+        return dense[0] if len(dense) == 1 else torch.cat(dense)
+
+    def _dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         return self._tensor(f"{name}.weight", shape, self._options.dtype)
 
     def _tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._reader.dense(name, shape, dtype).to(self._options.device)
+
+
+def _on(weight: W4Weight, device: torch.device) -> W4Weight:
+    return W4Weight(
+        format=weight.format,
+        packed=weight.packed.to(device),
+        scales=weight.scales.to(device),
+        global_scale=weight.global_scale.to(device),
+    )
+
+
+def _bytes(scales: torch.Tensor) -> torch.Tensor:
+    """Scales as bytes: indexing and joining are not there for every low-bit dtype."""
+    return scales.view(torch.uint8)
+
+
+def _reordered(weight: W4Weight, order: torch.Tensor | None) -> W4Weight:
+    if order is None:
+        return weight
+    scales = _bytes(weight.scales)[order].view(weight.scales.dtype)
+    return replace(weight, packed=weight.packed[order], scales=scales)
+
+
+def _cut(weight: W4Weight, count: int, axis: int) -> W4Weight:
+    """One matrix as `count` experts: its rows (axis 0) or its columns (axis 1) dealt out."""
+
+    def cut(part: torch.Tensor) -> torch.Tensor:
+        return torch.stack(part.chunk(count, dim=axis))
+
+    return replace(
+        weight,
+        packed=cut(weight.packed),
+        scales=cut(_bytes(weight.scales)).view(weight.scales.dtype),
+        global_scale=weight.global_scale.expand(count),
+    )
+
+
+def _join(first: W4Weight, second: W4Weight) -> W4Weight:
+    """Experts of one format and shape, behind each other."""
+    scales = torch.cat((_bytes(first.scales), _bytes(second.scales)))
+    return replace(
+        first,
+        packed=torch.cat((first.packed, second.packed)),
+        scales=scales.view(first.scales.dtype),
+        global_scale=torch.cat((first.global_scale, second.global_scale)),
+    )

@@ -36,6 +36,7 @@ class StepRows(PagedRows):
     # Slots, indptr and lengths of the prefill rows once more, on the host: a kernel that needs
     # them there must not wait for the device. None: those above are on the host.
     prefill_on_host: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    samples_all: bool = False  # each row has one token, and all are sampled in order
 
 
 class PagedModel(Protocol):

@@ -7,6 +7,7 @@ import torch
 
 from kernels.errors import KernelInputError
 from kernels.mla_workspace import MlaWorkspace
+from kernels.ops.linear import SMALL_BATCH_TOKENS, LinearWeight, linear_format
 from kernels.selection import select_kernel
 from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
 
@@ -105,5 +106,110 @@ def mla_decode(
         softmax_scale,
         workspace.latent_dim,
         workspace,
+    )
+    return out
+
+
+def mla_absorb(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    w_uk: torch.Tensor,
+) -> torch.Tensor:
+    """Write the step's latents as `mla_kv_write` does; return the queries as `mla_decode` takes
+    them, [T, H, latent_dim + rope_dim], a new tensor.
+
+    Args:
+        q: [T, H, nope_dim + rope_dim], before rope; its last axis contiguous. May be overwritten.
+        w_uk: [H, nope_dim, latent_dim], contiguous, q's dtype.
+        kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping: see `mla_kv_write`.
+
+    Raises:
+        KernelInputError: if shapes disagree or an index tensor is not int32.
+    """
+    num_heads, nope_dim, latent_dim = w_uk.shape
+    num_tokens, rope_dim = q.shape[0], cos_sin.shape[1]
+    expect_shape("q", q, (None, num_heads, nope_dim + rope_dim))
+    expect_shape("kv", kv, (num_tokens, latent_dim + rope_dim))
+    for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
+        expect_shape(name, index, (num_tokens,))
+        expect_dtype(name, index, torch.int32)
+    formats = (("q", format_of(q.dtype)), ("kv", format_of(kv_pool_layer.dtype)))
+    traits = (
+        ("nope_dim", nope_dim),
+        ("latent_dim", latent_dim),
+        ("rope_dim", rope_dim),
+        ("num_tokens_up_to_64", num_tokens <= 64),
+    )
+    kernel = select_kernel(CallSignature("mla_absorb", q.device.type, formats, traits))
+    out: torch.Tensor = kernel.fn(
+        q, kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping, w_uk
+    )
+    return out
+
+
+def mla_output(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    workspace: MlaWorkspace,
+    w_uv: torch.Tensor,
+    out_weight: LinearWeight,
+    residual: torch.Tensor,
+) -> torch.Tensor:
+    """Return residual + linear(values, out_weight) [T, hidden], a new tensor; `values` are what
+    `mla_decode` returns, each head multiplied by its w_uv.
+
+    Args:
+        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace: see
+            `mla_decode`; they are checked there.
+        w_uv: [H, v_dim, latent_dim], contiguous, q's dtype.
+        out_weight: [hidden, H * v_dim], as `linear` takes it.
+        residual: [T, hidden], q's dtype.
+
+    Raises:
+        KernelInputError: if shapes disagree.
+    """
+    num_heads, v_dim, latent_dim = w_uv.shape
+    expect_shape("q", q, (None, num_heads, None))
+    expect_shape("w_uv", w_uv, (workspace.num_heads, None, workspace.latent_dim))
+    expect_shape("residual", residual, (q.shape[0], out_weight.shape[0]))
+    if out_weight.shape[1] != num_heads * v_dim:
+        raise KernelInputError("out_weight", list(out_weight.shape), f"[any, {num_heads * v_dim}]")
+    formats = (
+        ("q", format_of(q.dtype)),
+        ("kv", format_of(kv_pool_layer.dtype)),
+        ("weight", linear_format(out_weight)),
+    )
+    traits = (
+        ("latent_dim", latent_dim),
+        ("rope_dim", q.shape[-1] - latent_dim),
+        ("v_dim", v_dim),
+        ("page_size", kv_pool_layer.shape[1]),
+        ("page_stride_rows_exact", kv_pool_layer.stride(0) % q.shape[-1] == 0),
+        ("small_batch", q.shape[0] <= SMALL_BATCH_TOKENS),
+        ("num_rows", out_weight.shape[0]),
+        ("num_cols", out_weight.shape[1]),
+    )
+    kernel = select_kernel(CallSignature("mla_output", q.device.type, formats, traits))
+    out: torch.Tensor = kernel.fn(
+        q,
+        kv_pool_layer,
+        page_table,
+        row_slots,
+        seq_lens,
+        softmax_scale,
+        workspace,
+        w_uv,
+        out_weight,
+        residual,
     )
     return out

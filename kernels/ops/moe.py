@@ -14,6 +14,10 @@ from kernels.selection import select_kernel
 from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
 from kernels.w4_layout import TiledW4
 
+# From so many tokens an expert (in the mean) on, expanding a weight once for all of an expert's
+# tokens is worth sorting and gathering them: a shape class of its own.
+MANY_TOKENS = 16
+
 
 def moe_route(
     logits: torch.Tensor, bias: torch.Tensor | None, routing: MoeRouting
@@ -36,6 +40,50 @@ def moe_route(
     kernel = select_kernel(CallSignature("moe_route", logits.device.type, formats))
     ids, weights = kernel.fn(logits, bias, routing)
     return ids, weights
+
+
+def moe_norm_route(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    router: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: MoeRouting,
+    num_shared: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (rms_norm(x) [T, hidden] in x.dtype, experts int32 [T, top_k + num_shared], weights
+    fp32 of the same shape): `moe_route` of the normed rows' scores, then each shared expert, as
+    experts `num_experts` on with weight 1.
+
+    Args:
+        x: [T, hidden], contiguous.
+        norm_weight: [hidden].
+        router: fp32 [num_experts, hidden].
+        bias: fp32 [num_experts] added to the scores for the choice alone, or None.
+        routing: the model's rule.
+        num_shared: experts that every token takes.
+
+    Raises:
+        KernelInputError: if shapes disagree.
+    """
+    expect_shape("x", x, (None, router.shape[1]))
+    expect_shape("norm_weight", norm_weight, (router.shape[1],))
+    expect_shape("router", router, (routing.num_experts, None))
+    expect_dtype("router", router, torch.float32)
+    if bias is not None:
+        expect_shape("bias", bias, (routing.num_experts,))
+        expect_dtype("bias", bias, torch.float32)
+    formats = (("x", format_of(x.dtype)), ("norm_weight", format_of(norm_weight.dtype)))
+    traits = (
+        ("num_tokens_up_to_64", x.shape[0] <= 64),
+        ("hidden", x.shape[1]),
+        ("num_experts", routing.num_experts),
+        ("num_groups", routing.num_groups),
+        ("chosen", routing.top_k + num_shared),
+    )
+    kernel = select_kernel(CallSignature("moe_norm_route", x.device.type, formats, traits))
+    normed, ids, weights = kernel.fn(x, norm_weight, eps, router, bias, routing, num_shared)
+    return normed, ids, weights
 
 
 def moe_w4(
@@ -77,7 +125,13 @@ def moe_w4(
     if shared is not None:
         expect_shape("shared", shared, (num_tokens, hidden))
     formats = (("x", format_of(x.dtype)), ("weight", gate_up.format))
-    traits = (("num_experts", gate_up.num_experts), ("top_k", ids.shape[1]))
+    traits = (
+        ("num_experts", gate_up.num_experts),
+        ("top_k", ids.shape[1]),
+        ("hidden", hidden),
+        ("intermediate", down.num_cols),
+        ("many_tokens", ids.numel() >= MANY_TOKENS * gate_up.num_experts),
+    )
     kernel = select_kernel(CallSignature("moe_w4", x.device.type, formats, traits))
     out: torch.Tensor = kernel.fn(x, ids, weights, gate_up, down, shared)
     return out

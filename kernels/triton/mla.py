@@ -28,7 +28,7 @@ def use_pdl(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _refuse_shapes(call: CallSignature) -> str | None:
+def refuse_shapes(call: CallSignature) -> str | None:
     if call.trait("page_size") != TILE:
         return f"page_size is {call.trait('page_size')}, it takes {TILE}"
     for name in ("latent_dim", "rope_dim"):
@@ -38,7 +38,7 @@ def _refuse_shapes(call: CallSignature) -> str | None:
     return None
 
 
-def _refuse_hopper(call: CallSignature) -> str | None:
+def refuse_hopper(call: CallSignature) -> str | None:
     if not HAS_GLUON_HOPPER:
         return "this triton has no Gluon"
     if torch.cuda.get_device_capability()[0] != 9:
@@ -47,7 +47,7 @@ def _refuse_hopper(call: CallSignature) -> str | None:
         return "it takes latent_dim 512 and rope_dim 64"
     if not call.trait("page_stride_rows_exact", False):
         return "the page stride is not a whole number of rows"
-    return _refuse_shapes(call)
+    return refuse_shapes(call)
 
 
 @register_kernel("mla_plan", "triton", priority=Priority.PORTABLE, device="cuda")
@@ -108,7 +108,7 @@ def _merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool)
     priority=Priority.PORTABLE,
     device="cuda",
     formats={"q": {"bf16", "fp16", "fp32"}, "kv": {"bf16", "fp16", "fp32"}},
-    refuses=_refuse_shapes,
+    refuses=refuse_shapes,
 )
 def decode_portable(
     q: torch.Tensor,
@@ -168,7 +168,7 @@ def _descriptor(base: torch.Tensor, num_rows: int, width: int, columns: int) -> 
     device="cuda",
     min_sm=(9, 0),
     formats={"q": {"bf16"}, "kv": {"bf16"}},
-    refuses=_refuse_hopper,
+    refuses=refuse_hopper,
 )
 def decode_hopper(
     q: torch.Tensor,
@@ -181,9 +181,26 @@ def decode_hopper(
     workspace: MlaWorkspace,
 ) -> torch.Tensor:
     """Warp-specialised TMA + wgmma kernel, then the merge."""
+    out = attend_hopper(
+        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, latent_dim, workspace
+    )
+    _merge(out, workspace, row_slots.shape[0], True)
+    return out
+
+
+def attend_hopper(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    latent_dim: int,
+    workspace: MlaWorkspace,
+) -> torch.Tensor:
+    """Partial results into the workspace; returned are the rows that one part held whole."""
     from kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel
 
-    num_rows = row_slots.shape[0]
     width = q.shape[-1]
     num_pages = kv_pool_layer.shape[0]
     page_rows = kv_pool_layer.stride(0) // width
@@ -220,5 +237,4 @@ def decode_hopper(
         num_warps=4,
         launch_pdl=pdl,
     )
-    _merge(out, workspace, num_rows, True)
     return out

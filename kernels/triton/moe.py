@@ -13,16 +13,28 @@ from typing import Any
 import torch
 
 from kernels._triton import triton
+from kernels.errors import KernelInputError
 from kernels.moe_routing import MoeRouting
 from kernels.registry import Priority, register_kernel
+from kernels.signature import CallSignature
 from kernels.triton.mla import use_pdl
-from kernels.triton.moe_route import moe_align_kernel, moe_combine_kernel, moe_topk_kernel
+from kernels.triton.moe_route import (
+    moe_align_kernel,
+    moe_combine_kernel,
+    moe_norm_route_kernel,
+    moe_topk_kernel,
+)
 from kernels.triton.moe_w4 import moe_w4_kernel
+from kernels.triton.w4_rows import w4_rows_kernel
 from kernels.w4_layout import SCALE_CODES, TiledW4
 
 # Up to so many tokens each pair is its own item: sorting costs more than reading twice the few
 # experts that two tokens share.
 UNSORTED_TOKENS = 4
+# Up to so many tokens a program takes 16 weight rows at once instead of 64 in a pipeline.
+ROW_TOKENS = 4
+MAX_ARRIVALS = 4096  # engine.max_slots goes no higher
+_arrivals: dict[torch.device, torch.Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,21 +49,27 @@ class GemmTile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowTile:
+    """One program of w4_rows: 16 weight rows, all columns of up to 2048, `tokens` of an item."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeTiles:
     """Tokens per item and the tiles of the two GEMMs."""
 
     tokens: int
-    first: GemmTile
-    second: GemmTile
+    first: GemmTile | RowTile
+    second: GemmTile | RowTile
 
 
 def tiles_for(num_tokens: int, top_k: int, num_experts: int) -> MoeTiles:
     """Choose by the mean number of tokens an expert gets."""
     mean = num_tokens * top_k / num_experts
-    if num_tokens <= 2:
-        # Few programs: half tiles, so that each multiprocessor has enough warps.
-        tile = GemmTile(nm=1, kc=2, stages=4, warps=2, slices=2)
-        return MoeTiles(tokens=16, first=tile, second=tile)
+    if num_tokens <= ROW_TOKENS:
+        rows = RowTile(tokens=8)
+        return MoeTiles(tokens=8, first=rows, second=rows)
     if mean <= 26:
         first = GemmTile(nm=1, kc=2, stages=3, warps=2)
         second = GemmTile(nm=1, kc=2, stages=2, warps=2)
@@ -96,6 +114,84 @@ def route(
     return ids, weights
 
 
+def arrivals(device: torch.device, num: int) -> torch.Tensor:
+    """int32 counters that every kernel leaves at zero; kernels of one stream share them. Captured
+    graphs hold their address, so they never move."""
+    if num > MAX_ARRIVALS:
+        raise KernelInputError("num_rows", num, f"at most {MAX_ARRIVALS}")
+    if device not in _arrivals:
+        _arrivals[device] = torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+    return _arrivals[device]
+
+
+def _refuse_norm_route(call: CallSignature) -> str | None:
+    if not call.trait("num_tokens_up_to_64"):
+        return "it takes up to 64 tokens"
+    if int(call.trait("hidden")) > 8192:
+        return "it takes a hidden size of up to 8192"
+    if int(call.trait("chosen")) > 16:
+        return "it takes up to 16 experts a token, shared ones included"
+    return None
+
+
+@register_kernel(
+    "moe_norm_route",
+    "triton",
+    priority=Priority.PERFORMANT,
+    device="cuda",
+    formats={"x": {"bf16", "fp16", "fp32"}},
+    refuses=_refuse_norm_route,
+)
+def norm_route(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    router: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: MoeRouting,
+    num_shared: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One launch: programs of a token and four experts; the last of a token chooses."""
+    num_tokens, hidden = x.shape
+    shape = (num_tokens, routing.top_k + num_shared)
+    ids = torch.empty(shape, dtype=torch.int32, device=x.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=x.device)
+    normed = torch.empty_like(x)
+    logits = torch.empty(num_tokens, routing.num_experts, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(hidden)
+    pdl = use_pdl(x.device)
+    moe_norm_route_kernel[(num_tokens, triton.cdiv(routing.num_experts, 4))](
+        x,
+        norm_weight,
+        router,
+        bias if bias is not None else weights,
+        normed,
+        logits,
+        arrivals(x.device, num_tokens),
+        ids,
+        weights,
+        eps,
+        routing.scale,
+        K=hidden,
+        BLOCK=block,
+        PER_PROGRAM=4,
+        E=routing.num_experts,
+        E_PAD=triton.next_power_of_2(routing.num_experts),
+        TOP_K=routing.top_k,
+        NUM_SHARED=num_shared,
+        GROUPS=routing.num_groups,
+        GROUPS_KEPT=routing.groups_kept,
+        SIGMOID=routing.score == "sigmoid",
+        HAS_BIAS=bias is not None,
+        GROUP_TOP2=routing.group_score == "top2",
+        RENORMALISE=routing.renormalise,
+        USE_PDL=pdl,
+        num_warps=4 if block <= 2048 else 8 if block <= 4096 else 16,
+        **_pdl(pdl),
+    )
+    return normed, ids, weights
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Items:
     """Work items: pairs in order of expert, and per item its expert, first position, length.
@@ -137,6 +233,62 @@ def _make_items(ids: torch.Tensor, num_experts: int, tokens: int, pdl: bool) -> 
     return _Items(num=most, unsorted=False, pairs=pairs, expert=expert, begin=begin, count=count)
 
 
+def _gemm_rows(
+    x: torch.Tensor,
+    weight: TiledW4,
+    items: _Items,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    tile: RowTile,
+    top_k: int,
+    first: bool,
+) -> None:
+    pdl = use_pdl(x.device)
+    loads = 1 if items.unsorted else tile.tokens
+    scale = SCALE_CODES[weight.format]
+    blocks = weight.num_cols // 64
+    w4_rows_kernel[(weight.num_rows // 16, items.num)](
+        x,
+        None,
+        weight.codes.view(torch.uint32),
+        weight.scales.view(torch.uint32),
+        weight.factors,
+        None,
+        items.pairs,
+        items.expert,
+        items.begin,
+        items.count,
+        weights,
+        out,
+        0,
+        weight.num_cols,
+        0,
+        0.0,
+        K=weight.num_cols,
+        N=weight.num_rows,
+        TOP_K=top_k,
+        TOKENS=max(8, loads),
+        LOADS=loads,
+        WAYS=4,
+        KC=min(8, triton.next_power_of_2(triton.cdiv(blocks, 4))),
+        PARTS=0,
+        NORMS=False,
+        ADDS=False,
+        SWIGLU=first,
+        EXPERTS=True,
+        UNSORTED=items.unsorted,
+        INT4=weight.format == "mxint4",
+        SCALE_MUL=scale.multiply,
+        SCALE_ADD=scale.add,
+        PORTABLE=x.device.type != "cuda",
+        USE_PDL=pdl,
+        num_warps=4,
+        num_stages=1,
+        **_pdl(pdl),
+    )
+
+
 def _gemm(
     x: torch.Tensor,
     weight: TiledW4,
@@ -144,11 +296,14 @@ def _gemm(
     weights: torch.Tensor,
     out: torch.Tensor,
     *,
-    tile: GemmTile,
+    tile: GemmTile | RowTile,
     tokens: int,
     top_k: int,
     first: bool,
 ) -> None:
+    if isinstance(tile, RowTile):
+        _gemm_rows(x, weight, items, weights, out, tile=tile, top_k=top_k, first=first)
+        return
     pdl = use_pdl(x.device)
     nm = tile.nm if weight.num_rows % (64 * tile.nm) == 0 else 1
     blocks = weight.num_cols // 64

@@ -13,11 +13,72 @@ from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 @triton.jit
-def _take_best(s, index, SIZE: tl.constexpr):
-    """Return (best value, its lowest index, s without it)."""
-    best = tl.max(s, axis=0)
-    at = tl.min(tl.where(s == best, index, SIZE - 1), axis=0)
-    return best, at, tl.where(index == at, float("-inf"), s)
+def _ranks(score, SIZE: tl.constexpr):
+    """How many are better than each of score [SIZE]; of equals the lower index is. No NaN."""
+    i = tl.arange(0, SIZE)
+    mine = score[:, None]
+    others = score[None, :]
+    better = (others > mine) | ((others == mine) & (i[None, :] < i[:, None]))
+    return tl.sum(better.to(tl.int32), axis=1)
+
+
+@triton.jit
+def _choose(
+    x,
+    bias,
+    topk_ids,
+    topk_weights,
+    row,
+    scale,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUP_TOP2: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    """One token's scores x [E_PAD] (-inf behind E) -> its experts and weights. Shared experts
+    follow: numbers E on, weight 1. The bias moves the choice, never the weight."""
+    e = tl.arange(0, E_PAD)
+    real = e < E
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        z = tl.exp(x - tl.max(x, axis=0))
+        scores = z / tl.sum(z, axis=0)
+    choice = scores
+    if HAS_BIAS:
+        choice += tl.load(bias + e, mask=real, other=0.0)
+    # A NaN stays in the weights; in the choice it would name experts that are not there.
+    choice = tl.where(real & (choice == choice), choice, float("-inf"))
+    if GROUPS > 1:
+        SIZE: tl.constexpr = E // GROUPS
+        grid = tl.reshape(choice, (GROUPS, SIZE))
+        group_score = tl.max(grid, axis=1)
+        if GROUP_TOP2:
+            m = tl.arange(0, SIZE)[None, :]
+            first = tl.min(tl.where(grid == group_score[:, None], m, SIZE), axis=1)
+            rest = tl.where(m == first[:, None], float("-inf"), grid)
+            group_score += tl.max(rest, axis=1)
+        kept = _ranks(group_score, GROUPS) < GROUPS_KEPT
+        choice = tl.reshape(tl.where(kept[:, None], grid, float("-inf")), (E_PAD,))
+    slot = tl.arange(0, 16)
+    taken = _ranks(choice, E_PAD)[None, :] == slot[:, None]
+    ids = tl.sum(tl.where(taken, e[None, :], 0), axis=1)
+    ids = tl.where(slot < TOP_K, ids, E + slot - TOP_K)
+    weights = tl.sum(tl.where(taken, scores[None, :], 0.0), axis=1)
+    if RENORMALISE:
+        total = tl.sum(tl.where(slot < TOP_K, weights, 0.0), axis=0)
+        weights = weights / (total + 1e-20)
+    weights = tl.where(slot < TOP_K, weights * scale, 1.0)
+    WIDTH: tl.constexpr = TOP_K + NUM_SHARED
+    keep = slot < WIDTH
+    tl.store(topk_ids + row * WIDTH + slot, ids, mask=keep)
+    tl.store(topk_weights + row * WIDTH + slot, weights, mask=keep)
 
 
 @triton.jit
@@ -38,54 +99,107 @@ def moe_topk_kernel(
     RENORMALISE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program per token. The bias moves the choice, never the weight."""
+    """Program per token."""
     if USE_PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
-    real = e < E
-    x = tl.load(logits + row * E + e, mask=real, other=float("-inf")).to(tl.float32)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-x))
-    else:
-        z = tl.exp(x - tl.max(x, axis=0))
-        scores = z / tl.sum(z, axis=0)
-    choice = scores
-    if HAS_BIAS:
-        choice += tl.load(bias + e, mask=real, other=0.0)
-    choice = tl.where(real, choice, float("-inf"))
-    if GROUPS > 1:
-        SIZE: tl.constexpr = E // GROUPS
-        g = tl.arange(0, GROUPS)
-        grid = tl.reshape(choice, (GROUPS, SIZE))
-        group_score = tl.max(grid, axis=1)
-        if GROUP_TOP2:
-            m = tl.arange(0, SIZE)[None, :]
-            first = tl.min(tl.where(grid == group_score[:, None], m, SIZE), axis=1)
-            rest = tl.where(m == first[:, None], float("-inf"), grid)
-            group_score += tl.max(rest, axis=1)
-        kept = g < 0
-        for _ in tl.static_range(GROUPS_KEPT):
-            _best, at, group_score = _take_best(group_score, g, GROUPS)
-            kept = kept | (g == at)
-        choice = tl.reshape(tl.where(kept[:, None], grid, float("-inf")), (E_PAD,))
-    total = 0.0
-    slot = tl.arange(0, 16)
-    ids = tl.zeros([16], tl.int32)
-    weights = tl.zeros([16], tl.float32)
-    for j in tl.static_range(TOP_K):
-        _best, at, choice = _take_best(choice, e, E)
-        weight = tl.sum(tl.where(e == at, scores, 0.0), axis=0)
-        total += weight
-        ids = tl.where(slot == j, at, ids)
-        weights = tl.where(slot == j, weight, weights)
-    if RENORMALISE:
-        weights = weights / (total + 1e-20)
-    keep = slot < TOP_K
-    tl.store(topk_ids + row * TOP_K + slot, ids, mask=keep)
-    tl.store(topk_weights + row * TOP_K + slot, weights * scale, mask=keep)
+    x = tl.load(logits + row * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    _choose(
+        x,
+        bias,
+        topk_ids,
+        topk_weights,
+        row,
+        scale,
+        E,
+        E_PAD,
+        TOP_K,
+        0,
+        GROUPS,
+        GROUPS_KEPT,
+        SIGMOID,
+        HAS_BIAS,
+        GROUP_TOP2,
+        RENORMALISE,
+    )
     if USE_PDL:
         gdc_launch_dependents()
+
+
+@triton.jit
+def moe_norm_route_kernel(
+    x,
+    norm_weight,
+    router,
+    bias,
+    normed,
+    logits,
+    arrivals,
+    topk_ids,
+    topk_weights,
+    eps,
+    scale,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GROUP_TOP2: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (token, PER_PROGRAM experts): norm, that many scores; a token's last program to end
+    chooses. `arrivals` int32 [T] holds zeros before and after."""
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.program_id(1)
+    k = tl.arange(0, BLOCK)
+    real = k < K
+    mine = piece * PER_PROGRAM + tl.arange(0, PER_PROGRAM)
+    both = (mine < E)[:, None] & real[None, :]
+    w = tl.load(router + mine[:, None] * K + k[None, :], mask=both, other=0.0)
+    gain = tl.load(norm_weight + k, mask=real, other=0.0).to(tl.float32)
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    value = tl.load(x + row * K + k, mask=real, other=0.0).to(tl.float32)
+    mean = tl.sum(value * value, axis=0) / K
+    rounded = (value * (1.0 / tl.sqrt(mean + eps)) * gain).to(normed.dtype.element_ty)
+    if piece == 0:
+        tl.store(normed + row * K + k, rounded, mask=real)
+    scores = tl.sum(w * rounded.to(tl.float32)[None, :], axis=1)
+    tl.store(logits + row * E + mine, scores, mask=mine < E)
+    tl.debug_barrier()  # all of the program's scores before its arrival
+    arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel")
+    if arrived == tl.num_programs(1) - 1:
+        tl.store(arrivals + row, 0)
+        e = tl.arange(0, E_PAD)
+        at = logits + row * E + e
+        all_scores = tl.load(at, mask=e < E, other=float("-inf"), cache_modifier=".cg")
+        _choose(
+            all_scores,
+            bias,
+            topk_ids,
+            topk_weights,
+            row,
+            scale,
+            E,
+            E_PAD,
+            TOP_K,
+            NUM_SHARED,
+            GROUPS,
+            GROUPS_KEPT,
+            SIGMOID,
+            HAS_BIAS,
+            GROUP_TOP2,
+            RENORMALISE,
+        )
 
 
 @triton.jit

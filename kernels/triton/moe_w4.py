@@ -87,7 +87,7 @@ def _half(word, HIGH: tl.constexpr, PORTABLE: tl.constexpr):
 
 
 @triton.jit
-def _pair(word, scale, HIGH: tl.constexpr, INT4: tl.constexpr, PORTABLE: tl.constexpr):
+def word_pair(word, scale, HIGH: tl.constexpr, INT4: tl.constexpr, PORTABLE: tl.constexpr):
     """The two weights of a word; HIGH says which half of `scale` is theirs (portable form only)."""
     low = _half(word, False, PORTABLE)
     high = _half(word, True, PORTABLE)
@@ -100,16 +100,8 @@ def _pair(word, scale, HIGH: tl.constexpr, INT4: tl.constexpr, PORTABLE: tl.cons
 
 
 @triton.jit
-def _expand(
-    codes,
-    scale,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    INT4: tl.constexpr,
-    PORTABLE: tl.constexpr,
-):
-    """u32 [kc, nm, 4, 8, 4, 4] each -> [ROWS, COLS], bf16 (fp32 in the portable form). A scale word
-    holds the bf16 factors of rows g and g + 8."""
+def decode_words(codes, scale, INT4: tl.constexpr, PORTABLE: tl.constexpr):
+    """The four pairs of each word of eight codes, scaled (in the portable form: not yet)."""
     if PORTABLE:
         if INT4:
             a0 = (codes & 0x000F000F) | 0x43004300
@@ -134,10 +126,25 @@ def _expand(
             is_pure=True,
             pack=1,
         )
-    p0 = _pair(a0, scale, False, INT4, PORTABLE)
-    p1 = _pair(a1, scale, True, INT4, PORTABLE)
-    p2 = _pair(a2, scale, False, INT4, PORTABLE)
-    p3 = _pair(a3, scale, True, INT4, PORTABLE)
+    return a0, a1, a2, a3
+
+
+@triton.jit
+def _expand(
+    codes,
+    scale,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    INT4: tl.constexpr,
+    PORTABLE: tl.constexpr,
+):
+    """u32 [kc, nm, 4, 8, 4, 4] each -> [ROWS, COLS], bf16 (fp32 in the portable form). A scale word
+    holds the bf16 factors of rows g and g + 8."""
+    a0, a1, a2, a3 = decode_words(codes, scale, INT4, PORTABLE)
+    p0 = word_pair(a0, scale, False, INT4, PORTABLE)
+    p1 = word_pair(a1, scale, True, INT4, PORTABLE)
+    p2 = word_pair(a2, scale, False, INT4, PORTABLE)
+    p3 = word_pair(a3, scale, True, INT4, PORTABLE)
     k_lo = tl.join(p0, p1)
     k_hi = tl.join(p2, p3)
     w = tl.join(k_lo, k_hi)

@@ -61,6 +61,65 @@ def silu_and_mul_kernel(x, out, F: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: t
 
 
 @triton.jit
+def store_latent(
+    row,
+    weight,
+    angle,
+    slot,
+    pool,
+    rope_pool,
+    scale_pool,
+    page_stride,
+    rope_page_stride,
+    scale_page_stride,
+    eps,
+    C: tl.constexpr,
+    C_PAD: tl.constexpr,
+    R: tl.constexpr,
+    R_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """One token: normed latent and rotated key part to their place in the pool. Plain: one row of
+    C + R in `pool`. FP8: C e4m3 in `pool`, R in `rope_pool`, and in `scale_pool` C / 128 fp32
+    factors, the least power of two under which 128 neighbours fit."""
+    half: tl.constexpr = R // 2
+    i = tl.arange(0, R_PAD // 2)
+    real = i < half
+    c = tl.arange(0, C_PAD)
+    latent = tl.load(row + c, mask=c < C, other=0.0).to(tl.float32)
+    w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
+    mean = tl.sum(latent * latent, axis=0) / C
+    latent = latent * (1.0 / tl.sqrt(mean + eps)) * w
+    page = slot // PAGE
+    offset = slot % PAGE
+    cos = tl.load(angle + i, mask=real, other=0.0)
+    sin = tl.load(angle + half + i, mask=real, other=0.0)
+    low = tl.load(row + C + i, mask=real, other=0.0).to(tl.float32)
+    high = tl.load(row + C + half + i, mask=real, other=0.0).to(tl.float32)
+    if FP8:
+        groups = tl.reshape(latent, (C // 128, 128))
+        top = tl.max(tl.abs(groups), axis=1)
+        # 2^ceil(log2(top / 448)) from the bits; NaN stays NaN, which the row's logits then show.
+        bits = (top * (1.0 / 448.0)).to(tl.int32, bitcast=True)
+        power = ((bits + 0x007FFFFF) >> 23 << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(top > 1e-30, power, 1.0)
+        scale = tl.where(top != top, top, scale)
+        coded = (groups / scale[:, None]).to(pool.dtype.element_ty)
+        tl.store(pool + page * page_stride + offset * C + c, tl.reshape(coded, (C,)))
+        g = tl.arange(0, C // 128)
+        tl.store(scale_pool + page * scale_page_stride + offset * (C // 128) + g, scale)
+        place = rope_pool + page * rope_page_stride + offset * R
+    else:
+        place = pool + page * page_stride + offset * (C + R)
+        tl.store(place + c, latent.to(pool.dtype.element_ty), mask=c < C)
+        place += C
+    kind = rope_pool.dtype.element_ty
+    tl.store(place + i, (low * cos - high * sin).to(kind), mask=real)
+    tl.store(place + half + i, (high * cos + low * sin).to(kind), mask=real)
+
+
+@triton.jit
 def mla_kv_write_kernel(
     q_rope,
     kv,
@@ -68,11 +127,15 @@ def mla_kv_write_kernel(
     positions,
     cos_sin,
     pool,
+    rope_pool,
+    scale_pool,
     slot_mapping,
     q_stride,
     q_head_stride,
     kv_stride,
     page_stride,
+    rope_page_stride,
+    scale_page_stride,
     eps,
     H: tl.constexpr,
     H_PAD: tl.constexpr,
@@ -81,6 +144,7 @@ def mla_kv_write_kernel(
     R: tl.constexpr,
     R_PAD: tl.constexpr,
     PAGE: tl.constexpr,
+    FP8: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Program (token, 0) stores the latent and the key part, (token, 1) rotates the queries."""
@@ -92,25 +156,29 @@ def mla_kv_write_kernel(
         gdc_wait()
         gdc_launch_dependents()
     angle = cos_sin + tl.load(positions + token).to(tl.int64) * R
-    cos = tl.load(angle + i, mask=real, other=0.0)
-    sin = tl.load(angle + half + i, mask=real, other=0.0)
     if tl.program_id(1) == 0:
-        c = tl.arange(0, C_PAD)
-        row = kv + token * kv_stride
-        latent = tl.load(row + c, mask=c < C, other=0.0).to(tl.float32)
-        w = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
-        mean = tl.sum(latent * latent, axis=0) / C
-        latent = latent * (1.0 / tl.sqrt(mean + eps)) * w
-        slot = tl.load(slot_mapping + token).to(tl.int64)
-        place = pool + slot // PAGE * page_stride + slot % PAGE * (C + R)
-        tl.store(place + c, latent.to(pool.dtype.element_ty), mask=c < C)
-        low = tl.load(row + C + i, mask=real, other=0.0).to(tl.float32)
-        high = tl.load(row + C + half + i, mask=real, other=0.0).to(tl.float32)
-        tl.store(place + C + i, (low * cos - high * sin).to(pool.dtype.element_ty), mask=real)
-        tl.store(
-            place + C + half + i, (high * cos + low * sin).to(pool.dtype.element_ty), mask=real
+        store_latent(
+            kv + token * kv_stride,
+            weight,
+            angle,
+            tl.load(slot_mapping + token).to(tl.int64),
+            pool,
+            rope_pool,
+            scale_pool,
+            page_stride,
+            rope_page_stride,
+            scale_page_stride,
+            eps,
+            C,
+            C_PAD,
+            R,
+            R_PAD,
+            PAGE,
+            FP8,
         )
     else:
+        cos = tl.load(angle + i, mask=real, other=0.0)
+        sin = tl.load(angle + half + i, mask=real, other=0.0)
         head = tl.arange(0, H_PAD)
         at = q_rope + token * q_stride + head[:, None] * q_head_stride + i[None, :]
         both = (head < H)[:, None] & real[None, :]

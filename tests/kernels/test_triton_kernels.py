@@ -53,10 +53,17 @@ def test_interpreted_kernels_agree_with_their_references(family: str) -> None:
     assert out.split("\n")[:-1] == [f"ok {name}" for name in CHECKS[family]]
 
 
+def test_interpreted_kernels_of_a_decode_step_agree_with_their_references() -> None:
+    out = _run("tests.kernels.triton_decode_interpreted", [], TRITON_INTERPRET="1")
+    assert out.count("ok ") == 17
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "instructions"),
     [
+        ("w4_rows", {"mma_sync": True, "bf16x2_scale": True}),
+        ("dense_rows", {"mma_sync": True}),
         ("mla_hopper", {"wgmma": True, "tma": True, "mma_sync": False}),
         ("mla_portable", {"mma_sync": True}),
         ("moe_gate_up", {"mma_sync": True, "bf16x2_scale": True}),

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds MLA decode in a layer, for a few tokens: absorption in front, the merge behind.
+
+Owns: queries -> absorbed queries (with rope, and this step's latents stored), and partial results
+-> values of the heads. Does not know: attention itself (mla_decode*.py), the plan's making.
+Weights are asked for before the kernel in front has ended (programmatic dependent launch).
+"""
+
+from __future__ import annotations
+
+from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.row_kernels import store_latent
+
+
+@triton.jit
+def mla_absorb_kernel(
+    q,
+    kv,
+    norm_weight,
+    positions,
+    cos_sin,
+    pool,
+    rope_pool,
+    scale_pool,
+    slot_mapping,
+    w_uk,
+    out,
+    num_tokens,
+    q_stride,
+    q_head_stride,
+    kv_stride,
+    page_stride,
+    rope_page_stride,
+    scale_page_stride,
+    eps,
+    H: tl.constexpr,
+    NOPE: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLS: tl.constexpr,
+    FP8: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (head, slice of COLS latent columns): out[:, head, slice] = q_nope w_uk; the first
+    slice also rotates the head's rope part. Programs behind the heads store a token's latent each
+    (see store_latent). q [T, H, NOPE + R], out [T, H, C + R], w_uk [H, NOPE, C]."""
+    CHUNKS: tl.constexpr = C // COLS
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    half: tl.constexpr = R // 2
+    i = tl.arange(0, half)
+    if head < H:
+        n = tl.arange(0, NOPE)
+        c = chunk * COLS + tl.arange(0, COLS)
+        w = tl.load(w_uk + head * NOPE * C + n[:, None] * C + c[None, :])
+        if USE_PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        for first in range(0, num_tokens, TOKENS):
+            t = first + tl.arange(0, TOKENS)
+            live = (t < num_tokens)[:, None]
+            row = q + t.to(tl.int64)[:, None] * q_stride + head * q_head_stride
+            place = out + (t.to(tl.int64)[:, None] * H + head) * (C + R)
+            values = tl.load(row + n[None, :], mask=live, other=0.0)
+            absorbed = tl.dot(values, w)
+            tl.store(place + c[None, :], absorbed.to(out.dtype.element_ty), mask=live)
+            if chunk == 0:
+                at = tl.load(positions + t, mask=t < num_tokens, other=0).to(tl.int64)
+                angle = cos_sin + at[:, None] * R + i[None, :]
+                cos = tl.load(angle)
+                sin = tl.load(angle + half)
+                low = tl.load(row + NOPE + i[None, :], mask=live, other=0.0).to(tl.float32)
+                high = tl.load(row + NOPE + half + i[None, :], mask=live, other=0.0).to(tl.float32)
+                turned = (low * cos - high * sin).to(out.dtype.element_ty)
+                other = (high * cos + low * sin).to(out.dtype.element_ty)
+                tl.store(place + C + i[None, :], turned, mask=live)
+                tl.store(place + C + half + i[None, :], other, mask=live)
+    else:
+        if USE_PDL:
+            gdc_launch_dependents()
+            gdc_wait()
+        token = (head - H) * CHUNKS + chunk
+        if token < num_tokens:
+            store_latent(
+                kv + token.to(tl.int64) * kv_stride,
+                norm_weight,
+                cos_sin + tl.load(positions + token).to(tl.int64) * R,
+                tl.load(slot_mapping + token).to(tl.int64),
+                pool,
+                rope_pool,
+                scale_pool,
+                page_stride,
+                rope_page_stride,
+                scale_page_stride,
+                eps,
+                C,
+                C,
+                R,
+                R,
+                PAGE,
+                FP8,
+            )
+
+
+@triton.jit
+def mla_merge_values_kernel(
+    attended,
+    partial_out,
+    partial_lse,
+    plan,
+    w_uv,
+    out,
+    num_rows,
+    num_tokens,
+    H: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    USE_PDL: tl.constexpr,
+):
+    """Program (token, head, slice of D): merges the slice of all parts as mla_merge_kernel does,
+    rounds it, and multiplies it by its columns of w_uv [H, V, D]: fp32 [D / BLOCK_D, T, H * V],
+    to be summed by the reader. A row that one part held whole lies in `attended` [T, H, D]."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    piece = tl.program_id(2)
+    b = token // Q_LEN
+    r = token % Q_LEN * H + head
+    d = piece * BLOCK_D + tl.arange(0, BLOCK_D)
+    v = tl.arange(0, V)
+    w = tl.load(w_uv + (head * V + v)[:, None] * D + d[None, :])
+    indptr = plan + NUM_PARTS * 8
+    first = tl.load(indptr + num_rows + 1 + b * 2)
+    num = tl.load(indptr + num_rows + 1 + b * 2 + 1)
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    merged = tl.zeros([BLOCK_D], tl.float32)
+    if num > 1:
+        slot = first + b
+        top = float("-inf")
+        norm = 0.0
+        for p0 in range(0, num, BLOCK_P):
+            p = p0 + tl.arange(0, BLOCK_P)
+            live = p < num
+            lse = tl.load(partial_lse + (slot + p) * ROWS_PAD + r, mask=live, other=float("-inf"))
+            offsets = ((slot + p).to(tl.int64) * ROWS_PAD + r)[:, None] * D + d[None, :]
+            part = tl.load(partial_out + offsets, mask=live[:, None], other=0.0)
+            new_top = tl.maximum(top, tl.max(lse, axis=0))
+            safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weight = tl.exp2(lse - safe_top)
+            shrink = tl.exp2(top - safe_top)
+            norm = norm * shrink + tl.sum(weight, axis=0)
+            merged = merged * shrink + tl.sum(part * weight[:, None], axis=0)
+            top = new_top
+        merged = merged * (1.0 / tl.where(norm > 0.0, norm, 1.0))
+        merged = merged.to(attended.dtype.element_ty).to(tl.float32)
+    else:
+        merged = tl.load(attended + (token.to(tl.int64) * H + head) * D + d).to(tl.float32)
+    values = tl.sum(w.to(tl.float32) * merged[None, :], axis=1)
+    tl.store(out + (piece * num_tokens + token).to(tl.int64) * (H * V) + head * V + v, values)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child of test_triton_decode.py: the kernels of a decode step with TRITON_INTERPRET=1, on a CPU.
+
+The kernels' own launch code runs unchanged, in fp32; only the compiler is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from kernels.fp8_weight import Fp8Weight
+from kernels.mla_workspace import make_mla_workspace
+from kernels.moe_routing import MoeRouting
+from kernels.portable import layer_ops
+from kernels.reference import linear as reference
+from kernels.reference import moe as reference_moe
+from kernels.reference import step_ids as reference_ids
+from kernels.reference.quant import quantize_w4
+from kernels.w4_layout import TiledW4, tile_w4, tile_w4_gate_up, tile_w4_linear, tile_w4_swiglu
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, allowed: float = 2e-6) -> None:
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert float(error) < allowed, float(error)
+
+
+def _weight(kind: str, rows: int, cols: int) -> torch.Tensor | Fp8Weight | TiledW4:
+    dense: torch.Tensor = torch.randn(rows, cols) * cols**-0.5
+    if kind == "dense":
+        return dense
+    if kind == "fp8":
+        scales = torch.rand(-(-rows // 128), -(-cols // 128)) + 0.5
+        return Fp8Weight(values=dense.to(torch.float8_e4m3fn), scales=scales)
+    half = quantize_w4(dense[: rows // 2], kind), quantize_w4(dense[rows // 2 :] * 3, kind)
+    return tile_w4_linear(half)
+
+
+def check_linear(kind: str, num_tokens: int, rows: int, cols: int) -> None:
+    from kernels.triton import linear
+
+    torch.manual_seed(num_tokens + rows)
+    weight = _weight(kind, rows, cols)
+    x, gain = torch.randn(num_tokens, cols), torch.rand(cols) + 0.5
+    residual = torch.randn(num_tokens, rows)
+    wide = torch.randn(num_tokens, cols + 64)[:, :cols]  # rows of a wider matrix
+    close(linear.linear(x, weight), reference.linear(x, weight))
+    close(
+        linear.norm_linear(wide, gain, 1e-6, weight, torch.float32),
+        reference.norm_linear(wide, gain, 1e-6, weight, torch.float32),
+    )
+    close(linear.linear_add(x, weight, residual), reference.linear_add(x, weight, residual))
+    parts = torch.randn(3, num_tokens, cols)
+    close(
+        linear.linear_of_parts(parts, weight, residual),
+        reference.linear_add(parts.sum(0), weight, residual),
+    )
+
+
+def check_swiglu(kind: str, num_tokens: int) -> None:
+    from kernels.triton import linear
+
+    torch.manual_seed(num_tokens)
+    gate, up = (quantize_w4(torch.randn(64, 192) * scale, kind) for scale in (0.1, 0.3))
+    weight, x, gain = tile_w4_swiglu(gate, up), torch.randn(num_tokens, 192), torch.rand(192)
+    for norm in (None, gain):
+        close(
+            linear.swiglu_linear(x, norm, 1e-5, weight),
+            reference.swiglu_linear(x, norm, 1e-5, weight),
+        )
+    close(linear.expand_w4(weight, torch.float32), reference.dense_fp32(weight))
+    plain = tile_w4_linear([gate])
+    close(linear.expand_w4(plain, torch.float32), reference.dense_fp32(plain))
+
+
+def check_moe_rows(fmt: str, num_tokens: int) -> None:
+    from kernels.triton import moe
+
+    torch.manual_seed(num_tokens)
+    experts, hidden, width = 5, 128, 64
+
+    def quantized(rows: int, cols: int) -> object:
+        return quantize_w4(torch.randn(experts, rows, cols) * cols**-0.5, fmt)
+
+    gate_up = tile_w4_gate_up(quantized(width, hidden), quantized(width, hidden))  # type: ignore[arg-type]
+    down = tile_w4(quantized(hidden, width))  # type: ignore[arg-type]
+    x, residual = torch.randn(num_tokens, hidden), torch.randn(num_tokens, hidden)
+    ids = torch.stack([torch.randperm(experts)[:3] for _ in range(num_tokens)]).to(torch.int32)
+    args = (x, ids, torch.rand(num_tokens, 3), gate_up, down, residual)
+    rows = moe.RowTile(tokens=8)
+    tiles = moe.MoeTiles(tokens=8, first=rows, second=rows)
+    close(moe.run_moe_w4(*args, tiles), reference_moe.moe_w4(*args))
+
+
+def check_norm_route(routing: MoeRouting, has_bias: bool, num_shared: int) -> None:
+    from kernels.triton import moe
+
+    torch.manual_seed(3)
+    x, gain = torch.randn(5, 96), torch.rand(96) + 0.5
+    router = torch.randn(routing.num_experts, 96)
+    bias = torch.randn(routing.num_experts) * 0.1 if has_bias else None
+    args = (x, gain, 1e-6, router, bias, routing, num_shared)
+    for found, wanted in zip(
+        moe.norm_route(*args), layer_ops.moe_norm_route_of_three(*args), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert not bool(moe.arrivals(x.device, 5).any())
+    x[2] = float("nan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # numpy, of arithmetic with NaN
+        _, ids, _ = moe.norm_route(*args)
+    assert bool(((ids >= 0) & (ids < routing.num_experts + num_shared)).all())
+
+
+def check_absorb(num_tokens: int) -> None:
+    from kernels.triton import mla_layer
+
+    torch.manual_seed(num_tokens)
+    heads, nope, latent, rope, page = 3, 32, 64, 16, 16
+    angles = torch.rand(50, rope // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+    down = torch.randn(num_tokens, heads * (nope + rope) + latent + rope)
+    kv = down[:, -(latent + rope) :]
+    positions = torch.randint(0, 50, (num_tokens,), dtype=torch.int32)
+    slots = torch.randperm(4 * page)[:num_tokens].to(torch.int32)
+    w_uk, gain = torch.randn(heads, nope, latent), torch.rand(latent)
+    results = []
+    for absorb in (mla_layer.mla_absorb, layer_ops.mla_absorb_of_two):
+        pool = torch.zeros(4, 2, page, latent + rope)
+        q = down.clone()[:, : -(latent + rope)].view(num_tokens, heads, nope + rope)
+        found = absorb(q, kv, gain, 1e-6, positions, table, pool[:, 1], slots, w_uk)
+        results.append((found, pool))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def check_merge_values(lens: list[int], q_len: int) -> None:
+    """Partial results as a portable decode leaves them."""
+    from kernels.triton import mla, mla_layer
+
+    torch.manual_seed(len(lens))
+    heads, latent, rope, page, v_dim = 4, 64, 16, 64, 32
+    most = max(-(-n // page) for n in lens)
+    pool = torch.randn(len(lens) * most, page, latent + rope)
+    pages = torch.randperm(len(lens) * most).to(torch.int32).view(len(lens), most)
+    slots = torch.arange(len(lens), dtype=torch.int32)
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    q = torch.randn(len(lens) * q_len, heads, latent + rope)
+    workspace = make_mla_workspace(
+        max_rows=len(lens),
+        num_heads=heads,
+        q_len=q_len,
+        latent_dim=latent,
+        device="cpu",
+        num_processors=5,
+    )
+    mla.plan(workspace, seq_lens, pages, slots)
+    w_uv = torch.randn(heads, v_dim, latent)
+    attended = mla.decode_portable(q, pool, pages, slots, seq_lens, 0.2, latent, workspace)
+    wanted = torch.einsum("thc,hvc->thv", attended, w_uv).flatten(1)
+    held_whole = workspace.plan[5 * 8 + len(lens) + 1 :].view(-1, 2)[: len(lens), 1] == 1
+    mixed = torch.full_like(attended, float("nan"))
+    for row in held_whole.nonzero()[:, 0].tolist():
+        mixed[row * q_len : (row + 1) * q_len] = attended[row * q_len : (row + 1) * q_len]
+    found = mla_layer.merge_values(mixed, workspace, len(lens), w_uv)
+    close(found.sum(0), wanted, 1e-5)
+
+
+def check_ids() -> None:
+    from kernels.triton import sampling
+
+    torch.manual_seed(0)
+    vocab, num_slots = 5003, 6
+    logits = torch.randn(5, vocab)
+    logits[1, 77] = logits[1, 4000] = 50.0  # equals: the lower index
+    logits[2, 100] = float("nan")
+    logits[4] = float("-inf")
+    masks = torch.randint(-(2**31), 2**31, (num_slots, -(-vocab // 32))).to(torch.int32)
+    masks[3] = 0
+    masks[1] = -1
+    rows = torch.tensor([0.0, 1, 2, 3, 4, 0, 1], dtype=torch.float64)
+    slots = torch.tensor([0.0, 1, 2, 3, 4, 5, 5], dtype=torch.float64)
+    results = []
+    warnings.simplefilter("ignore", RuntimeWarning)  # numpy, of comparisons with NaN
+    for greedy in (sampling.greedy_rows, reference_ids.greedy_rows):
+        fed, ids = torch.full((num_slots,), 9, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
+        greedy(logits, rows, slots, masks, fed, ids)
+        results.append((ids, fed))
+    assert torch.equal(results[0][0], results[1][0]), results
+    assert torch.equal(results[0][1][:5], results[1][1][:5])
+    assert results[0][0].tolist()[1] == 77 and results[0][0].tolist()[2:5] == [-1, -1, -1]
+    ids, where = torch.tensor([5, -1, 99999, -1]).int(), torch.tensor([0, 1, 2, 5]).int()
+    fed = torch.tensor([3, 4, 5, 6, 7, 8]).int()
+    assert sampling.feed_ids(ids, where, fed, vocab).tolist() == [5, 4, vocab - 1, 8]
+    table = torch.randn(50, 72)
+    some = torch.tensor([3, 49, 0]).int()
+    assert torch.equal(sampling.embed_rows(table, some, torch.float32), table[some.long()])
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "linear_nvfp4_one_token": lambda: check_linear("nvfp4", 1, 128, 320),
+    "linear_mxint4_tokens": lambda: check_linear("mxint4", 5, 128, 2112),
+    "linear_mxfp4_many": lambda: check_linear("mxfp4", 19, 128, 128),
+    "linear_dense": lambda: check_linear("dense", 1, 48, 320),
+    "linear_dense_tokens": lambda: check_linear("dense", 11, 32, 1120),
+    "linear_fp8": lambda: check_linear("fp8", 3, 144, 1200),
+    "swiglu": lambda: check_swiglu("nvfp4", 3),
+    "swiglu_one_token": lambda: check_swiglu("mxfp4", 1),
+    "moe_rows_unsorted": lambda: check_moe_rows("nvfp4", 3),
+    "moe_rows_sorted": lambda: check_moe_rows("mxint4", 13),
+    "norm_route": lambda: check_norm_route(MoeRouting(num_experts=10, top_k=3), False, 2),
+    "norm_route_grouped": lambda: check_norm_route(
+        MoeRouting(
+            num_experts=16,
+            top_k=4,
+            score="sigmoid",
+            num_groups=4,
+            groups_kept=2,
+            group_score="top2",
+            renormalise=True,
+            scale=2.5,
+        ),
+        True,
+        1,
+    ),
+    "absorb_one": lambda: check_absorb(1),
+    "absorb_many": lambda: check_absorb(19),
+    "merge_values": lambda: check_merge_values([300, 64, 1, 200], 1),
+    "merge_values_query_tokens": lambda: check_merge_values([300, 64], 3),
+    "ids": check_ids,
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CHECKS:
+        CHECKS[name]()
+        print("ok", name, flush=True)
