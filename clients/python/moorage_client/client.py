@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session API, a method an endpoint. Made from async_client.py by clients/generate.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx
+
+from moorage_client import calls, types
+from moorage_client.calls import Call
+from moorage_client.errors import ApiError, ServerAwayError, is_away, refusal_of
+from moorage_client.patience import Patience
+from moorage_client.reader import Position
+
+Answer = TypeVar("Answer")
+# The server's heartbeats come every 5 s; a stream silent for longer than this is broken.
+SILENCE_S = 20.0
+CONNECT_S = 5.0
+
+
+class Moorage:
+    """A client, as a context manager. Threads may share it.
+
+    Args:
+        base_url: where the server is, such as `http://127.0.0.1:8000`.
+        api_key: sent as a bearer token.
+        patience_s: how long the server may be away before a call gives up; seconds.
+        timeout_s: how long an answer may take; seconds, None: as long as it takes.
+
+    Every call raises ApiError where the server refuses, ServerAwayError where it stays away.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        patience_s: float = 60.0,
+        timeout_s: float | None = None,
+    ) -> None:
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._http = httpx.Client(
+            base_url=base_url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+        )
+        self._patience_s = patience_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; sessions live on."""
+        self._http.close()
+
+    # Sessions -----------------------------------------------------------------------------
+
+    def create_session(self, body: types.SessionCreate) -> types.Session:
+        """Create a session."""
+        return self._json(calls.create_session(body))
+
+    def list_sessions(
+        self, *, metadata: Mapping[str, str] | None = None, **query: str | int
+    ) -> types.SessionPage:
+        """A page of sessions: `after`, `limit`, `status`, `parent_session_id`, `order`."""
+        return self._json(calls.list_sessions(metadata, query))
+
+    def get_session(self, session_id: str) -> types.Session:
+        """A session as it is."""
+        return self._json(calls.get_session(session_id))
+
+    def update_session(self, session_id: str, body: types.SessionUpdate) -> types.SessionUpdated:
+        """Change settings; absent fields stay."""
+        return self._json(calls.update_session(session_id, body))
+
+    def close_session(self, session_id: str, *, cache: str = "release") -> types.SessionDeleted:
+        """Delete a session; `release` lets its KV go now, `decay` leaves it to eviction."""
+        return self._json(calls.close_session(session_id, cache))
+
+    def append_items(self, session_id: str, body: types.ItemsAppend) -> types.ItemsAppended:
+        """Append items without generating."""
+        return self._json(calls.append_items(session_id, body))
+
+    def list_items(self, session_id: str, **query: str | int) -> types.ItemPage:
+        """A page of the transcript: `after`, `limit`, `order`."""
+        return self._json(calls.list_items(session_id, query))
+
+    def tokens(self, session_id: str) -> types.SessionTokens:
+        """The exact token ids of the history."""
+        return self._json(calls.tokens(session_id))
+
+    def fork(self, session_id: str, body: types.ForkCreate | None = None) -> types.ForkAnswer:
+        """Sessions that share this history; default: one, at its head."""
+        return self._json(calls.fork(session_id, body or {}))
+
+    def rollback(self, session_id: str, body: types.Rollback) -> types.RolledBack:
+        """Go back to just behind a turn, an item or a revision."""
+        return self._json(calls.rollback(session_id, body))
+
+    def lease(self, session_id: str, body: types.LeaseCreate) -> types.Lease:
+        """Ask that a prefix is kept."""
+        return self._json(calls.lease(session_id, body))
+
+    def list_leases(self, session_id: str) -> types.LeaseList:
+        """Live leases."""
+        return self._json(calls.list_leases(session_id))
+
+    def release_lease(self, session_id: str, lease_id: str) -> types.LeaseDeleted:
+        """Let a lease go."""
+        return self._json(calls.release_lease(session_id, lease_id))
+
+    def signal(self, session_id: str, body: types.SignalCreate) -> types.Signal:
+        """Say what goes on outside the model: a tool runs, the user types."""
+        return self._json(calls.signal(session_id, body))
+
+    def cache(self, session_id: str) -> types.CacheView:
+        """Where the session's KV is, and what its last turn reused."""
+        return self._json(calls.cache(session_id))
+
+    # Turns --------------------------------------------------------------------------------
+
+    def run_turn(
+        self, session_id: str, body: types.TurnCreate, *, idempotency_key: str | None = None
+    ) -> types.Turn:
+        """Run a turn to its end; asked again under the same key where the server restarts."""
+        return self._json(calls.create_turn(session_id, body, idempotency_key, stream=False))
+
+    def stream_turn(
+        self, session_id: str, body: types.TurnCreate, *, idempotency_key: str | None = None
+    ) -> TurnStream:
+        """Run a turn and read its events. Nothing is sent before the stream is read."""
+        first = calls.create_turn(session_id, body, idempotency_key, stream=True)
+        return TurnStream(self, Position(session_id, first, None, 0))
+
+    def follow_turn(self, session_id: str, turn_id: str, *, starting_after: int = 0) -> TurnStream:
+        """The events of a turn that is there, from any of them on."""
+        first = calls.turn_events(session_id, turn_id, starting_after)
+        return TurnStream(self, Position(session_id, first, turn_id, starting_after))
+
+    def get_turn(self, session_id: str, turn_id: str) -> types.Turn:
+        """A turn as it is."""
+        return self._json(calls.get_turn(session_id, turn_id))
+
+    def list_turns(self, session_id: str) -> types.TurnPage:
+        """The turns of the history, and the one that runs."""
+        return self._json(calls.list_turns(session_id))
+
+    def cancel_turn(self, session_id: str, turn_id: str) -> types.Turn:
+        """Stop a turn; returns it as it ended."""
+        return self._json(calls.cancel_turn(session_id, turn_id))
+
+    # Inside -------------------------------------------------------------------------------
+
+    def _json(self, call: Call[Answer]) -> Answer:
+        patience = Patience(self._patience_s)
+        while True:
+            try:
+                response = self._http.send(self._request(call))
+                if response.is_success:
+                    answer: Answer = response.json()
+                    return answer
+                raise refusal_of(response)
+            except (ApiError, httpx.TransportError) as error:
+                if not is_away(error):
+                    raise
+                self._pause(patience if call.is_repeatable else None, error)
+
+    def _request(self, call: Call[Any], timeout: httpx.Timeout | None = None) -> httpx.Request:
+        return self._http.build_request(
+            call.method,
+            call.path,
+            params=dict(call.query),
+            json=call.body,
+            headers=dict(call.headers),
+            timeout=timeout or httpx.USE_CLIENT_DEFAULT,
+        )
+
+    def _pause(self, patience: Patience | None, error: Exception) -> None:
+        """Wait before the next attempt, or raise what an attempt too many ends with."""
+        pause_s = None if patience is None else patience.next_pause_s()
+        if pause_s is not None:
+            time.sleep(pause_s)
+        elif isinstance(error, ApiError):
+            raise error
+        else:
+            raise ServerAwayError(str(error) or type(error).__name__) from error
+
+    def _events(self, position: Position) -> Generator[types.TurnEvent, None, None]:
+        """Events of a turn across broken connections and restarts of the server."""
+        patience = Patience(self._patience_s)
+        timeout = httpx.Timeout(SILENCE_S, connect=CONNECT_S)
+        while True:
+            failure: Exception = httpx.RemoteProtocolError("the stream ended before the turn did")
+            try:
+                request = self._request(position.next_call(), timeout)
+                response = self._http.send(request, stream=True)
+                try:
+                    if not response.is_success:
+                        response.read()
+                        raise refusal_of(response)
+                    for piece in response.iter_bytes():
+                        for event in position.take(piece):
+                            patience.renew()
+                            yield event
+                        if position.has_ended:
+                            return
+                finally:
+                    response.close()
+            except (ApiError, httpx.TransportError) as error:
+                if not is_away(error):
+                    raise
+                failure = error
+            self._pause(patience, failure)
+
+
+class TurnStream:
+    """Iterate it once; `final_turn` reads what is left and gives the turn as it ended."""
+
+    def __init__(self, client: Moorage, position: Position) -> None:
+        self._client = client
+        self._position = position
+        self._events = client._events(position)
+
+    @property
+    def turn_id(self) -> str | None:
+        """The turn's id, once its first event has come."""
+        return self._position.turn_id
+
+    @property
+    def last_sequence(self) -> int:
+        """Number of the last event that came: what a later reader continues after."""
+        return self._position.last_sequence
+
+    def __iter__(self) -> Iterator[types.TurnEvent]:
+        return self._events
+
+    def text(self) -> Generator[str, None, None]:
+        """The answer's text as it comes."""
+        for event in self:
+            if event["type"] == "response.output_text.delta":
+                yield event["delta"]
+
+    def final_turn(self) -> types.Turn:
+        """Read to the end. A failed turn is returned, not raised."""
+        for _ in self:
+            pass
+        if self._position.turn is None:
+            raise ServerAwayError("the stream was not read to its end")
+        return self._position.turn
+
+    def cancel(self) -> types.Turn:
+        """Stop the turn; the stream still ends with its terminal event."""
+        if self.turn_id is None:
+            raise ServerAwayError("the turn has not begun")
+        return self._client.cancel_turn(self._position.session_id, self.turn_id)
