@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 PR_SET_PDEATHSIG = 1
@@ -20,6 +20,7 @@ RESTART_WINDOW_S = 60.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 5.0
 # The signals the supervisor takes with sigtimedwait; exec would hand the mask to the children.
+MEMORY_NAME = "moorage-l2"
 SUPERVISED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,21 +33,67 @@ def spawn(
 
     Must be called on the main thread: the parent-death signal follows the thread that forked.
     """
+    return spawn_command([sys.executable, "-m", module, *args], pass_fds=pass_fds)
+
+
+def spawn_command(
+    command: Sequence[str],
+    *,
+    pass_fds: Sequence[int] = (),
+    more_env: Mapping[str, str] | None = None,
+    death_signal: signal.Signals = signal.SIGTERM,
+) -> subprocess.Popen[bytes]:
+    """Start any command in the same way. Raises: OSError where there is no such command."""
     parent_pid = os.getpid()
 
     def in_child() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISED_SIGNALS)
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        _libc.prctl(PR_SET_PDEATHSIG, death_signal)
         if os.getppid() != parent_pid:  # it died before prctl took hold
             os._exit(1)
 
     return subprocess.Popen(
-        [sys.executable, "-m", module, *args],
+        list(command),
         pass_fds=tuple(pass_fds),
+        env={**os.environ, **(more_env or {})},
         stdin=subprocess.DEVNULL,
         preexec_fn=in_child,
         start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then drains
     )
+
+
+def keep_memory() -> int:
+    """A descriptor of empty shared memory for a child to size and fill.
+
+    What is in it lives as long as this process, however often the child dies.
+    """
+    return os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
+
+
+class Pulse:
+    """Watches a child that adds to an eventfd while it is well. One thread."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._last_s: float | None = None
+
+    def reset(self) -> None:
+        """Another child is starting: it is not watched before its first sign of life."""
+        self._read()
+        self._last_s = None
+
+    def silent_s(self, now_s: float) -> float:
+        """Seconds since the last sign of life, seen at this call or before; 0 before the first."""
+        if self._read():
+            self._last_s = now_s
+        return now_s - self._last_s if self._last_s is not None else 0.0
+
+    def _read(self) -> bool:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return False
+        return True
 
 
 @dataclass(slots=True)

@@ -17,7 +17,11 @@ T = TypeVar("T")
 
 
 class CallNotDoneError(Exception):
-    """The call overran its deadline, or was refused because too many did before it."""
+    """The call overran its deadline."""
+
+
+class CallRefusedError(CallNotDoneError):
+    """The call was never made."""
 
 
 class _Job(Generic[T]):
@@ -55,7 +59,8 @@ class DeadlineThreads:
             when_late: run once an overrunning call has returned after all.
 
         Raises:
-            CallNotDoneError: it did not return in time, or too many others are stuck.
+            CallNotDoneError: it did not return in time.
+            CallRefusedError: it was not made, as too many others are stuck.
         """
         job: _Job[T] = _Job(call, when_late or _nothing)
         self._submit(job)
@@ -80,9 +85,9 @@ class DeadlineThreads:
     def _submit(self, job: _Job[T]) -> None:
         with self._lock:
             if self._is_closed:
-                raise CallNotDoneError("closed")
+                raise CallRefusedError("closed")
             if self._num_stuck >= self._max_stuck:
-                raise CallNotDoneError(f"{self._num_stuck} calls hang")
+                raise CallRefusedError(f"{self._num_stuck} calls hang")
             jobs = self._idle.pop() if self._idle else self._start_thread()
         jobs.put(job)  # type: ignore[arg-type]  # a worker runs jobs of any result type
 

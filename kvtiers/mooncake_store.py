@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""L3 in Mooncake: memory (and disk, if configured) of other processes, shared between machines.
+
+Does not know: who runs those processes (the supervisor does), what pages mean. Pages pass through
+a ring of shared memory, so a call that hangs never holds a caller's page. What the library answers
+is believed only as far as the object's own sums go: it returns 0 for a put of a key it has, keeps
+the older value, and says "present" of objects whose owner died.
+
+Head before tail: Mooncake decides alone what it evicts. A put at least stops where a page was
+refused: pages that follow it would be worth nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kvtiers.deadlines import CallNotDoneError
+from kvtiers.mooncake_client import MooncakeClient
+from kvtiers.mooncake_endpoints import MooncakeEndpoints, count_undumped, read_endpoints
+from kvtiers.objects import is_sealed_for, verify
+from kvtiers.store import (
+    StoreState,
+    StoreStatus,
+    check_batch,
+    new_counters,
+    resolve_parents,
+)
+
+NOT_FOUND = -704
+# Answers of a library that works: no space, wrong length, and an object that is not ready, not
+# there, there already, in use, or whose lease ran out under a read. Anything else is a failure.
+WORKING_CODES = frozenset((-200, -600, -703, NOT_FOUND, -705, -706, -707))
+RETRY_S = 1.0
+FLUSH_POLL_S = 0.2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeLimits:
+    """How large the ring is, and how long calls may take."""
+
+    ring_bytes: int = 64 << 20
+    """Shared memory that pages pass through; small, as the owner holds it for each process."""
+    batch: int = 32
+    """Objects in one call of the library."""
+    call_s: float = 2.0
+    bytes_per_s: float = 100e6
+
+    def of(self, num_bytes: int) -> float:
+        return self.call_s + num_bytes / self.bytes_per_s
+
+
+class MooncakeStore:
+    """Connects at the first call that finds the owner listening; down, with the reason, till then.
+
+    Args:
+        endpoints: the file that says where Mooncake listens; read again at every new connection.
+        object_bytes: the length of the largest object.
+    """
+
+    kind = "mooncake"
+
+    def __init__(
+        self,
+        endpoints: Path,
+        layout_fingerprint: str,
+        object_bytes: int,
+        limits: MooncakeLimits | None = None,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = endpoints
+        self._layout = layout_fingerprint
+        self._object_bytes = object_bytes
+        self._limits = limits or MooncakeLimits()
+        self._now_s = now_s
+        self._connecting = threading.Lock()
+        self._counting = threading.Lock()
+        self._counters = new_counters("connects")
+        self._believed: OrderedDict[str, int] = OrderedDict()
+        self._believed_bytes = 0
+        self._client: MooncakeClient | None = None
+        self._endpoints = MooncakeEndpoints(owner="")
+        self._is_closed = False
+        self._retry_at_s = -1e9
+        self._reason = ""
+        self._connect()
+
+    def probe(self, keys: Sequence[str]) -> int:
+        client = self._connect()
+        unique = list(dict.fromkeys(keys))
+        if client is None or not unique:
+            return 0
+        answers = self._ask(lambda: client.exist(unique, self._limits.call_s))
+        present = {key for key, answer in zip(unique, answers, strict=False) if answer == 1}
+        self._forget(key for key, answer in zip(unique, answers, strict=False) if answer == 0)
+        return next((at for at, key in enumerate(keys) if key not in present), len(keys))
+
+    def put(
+        self, keys: Sequence[str], blobs: Sequence[memoryview], parents: Sequence[str] | None = None
+    ) -> list[bool]:
+        check_batch(keys, blobs, writable=False)
+        follows = dict(zip(keys, resolve_parents(keys, parents), strict=True))
+        views = {key: blob.cast("B") for key, blob in zip(keys, blobs, strict=True)}
+        client = self._connect()
+        kept: set[str] = set()
+        refused = {key for key in views if not self._is_storable(key, views[key])}
+        if client is not None:
+            for chunk in _batches(list(views), self._limits.batch):
+                chunk = [key for key in chunk if key not in refused and follows[key] not in refused]
+                stored = self._put_chunk(client, chunk, views)
+                kept |= stored
+                refused.update(key for key in chunk if key not in stored)
+        answers = [key in kept for key in keys]
+        self._count(puts=sum(answers), refused_puts=len(answers) - sum(answers))
+        return answers
+
+    def get(self, keys: Sequence[str], into: Sequence[memoryview]) -> list[bool]:
+        check_batch(keys, into, writable=True)
+        hits = [False] * len(keys)
+        client = self._connect()
+        if client is not None:
+            views = [buffer.cast("B") for buffer in into]
+            fits = [at for at, view in enumerate(views) if len(view) <= self._object_bytes]
+            for chunk in _batches(fits, self._limits.batch):
+                self._get_chunk(client, chunk, keys, views, hits)
+        self._count(hits=sum(hits), misses=len(hits) - sum(hits))
+        return hits
+
+    def remove(self, keys: Sequence[str]) -> int:
+        client = self._connect()
+        unique = list(dict.fromkeys(keys))
+        if client is None or not unique:
+            return 0
+        answers = self._ask(lambda: client.remove(unique, self._limits.call_s))
+        self._forget(unique)
+        return sum(answer == 0 for answer in answers)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Puts are in Mooncake's memory when they return; a disk tier copies them in a second."""
+        if self._connect() is None:
+            return False
+        until_s = time.monotonic() + timeout_s
+        while self._endpoints.has_disk:
+            try:
+                if count_undumped(self._endpoints.metrics) == 0:
+                    return True
+            except OSError:
+                return False
+            if time.monotonic() + FLUSH_POLL_S > until_s:
+                return False
+            time.sleep(FLUSH_POLL_S)
+        return True
+
+    def status(self) -> StoreStatus:
+        """Objects and bytes are what this process put and did not find gone: the library cannot
+        be asked through a proxy."""
+        is_up = self._client is not None and not self._reason
+        return StoreStatus(
+            kind=self.kind,
+            state=StoreState.UP if is_up else StoreState.DOWN,
+            reason=self._reason,
+            used_bytes=self._believed_bytes,
+            capacity_bytes=self._endpoints.capacity_bytes,
+            num_objects=len(self._believed),
+            counters=dict(self._counters),
+        )
+
+    def close(self) -> None:
+        self._is_closed = True
+        with self._connecting:
+            self._drop_client("closed")
+
+    # Connection
+
+    def _connect(self) -> MooncakeClient | None:
+        """The client, made anew where there is none; None where it cannot be made now."""
+        client = self._client
+        if client is not None:
+            return client
+        with self._connecting:
+            if self._client is None and not self._is_closed and self._now_s() >= self._retry_at_s:
+                try:
+                    self._endpoints = read_endpoints(self._path)
+                    num_slots = max(2, self._limits.ring_bytes // self._object_bytes)
+                    self._client = MooncakeClient(
+                        self._endpoints.owner, self._object_bytes, num_slots
+                    )
+                    self._reason = ""
+                    self._count(connects=1)
+                except OSError as error:
+                    self._retry_at_s = self._now_s() + RETRY_S
+                    self._reason = str(error)
+            return self._client
+
+    def _leave_if_moved(self) -> None:
+        """After a failure: an owner that listens elsewhere by now needs a new connection.
+
+        One that came back where it was is found again by the library itself.
+        """
+        with self._connecting:
+            try:
+                has_moved = read_endpoints(self._path).owner != self._endpoints.owner
+            except OSError:
+                return
+            if has_moved and self._client is not None:
+                self._drop_client("the owner moved")
+
+    def _drop_client(self, reason: str) -> None:
+        client, self._client = self._client, None
+        self._reason = reason
+        self._forget(list(self._believed))
+        if client is not None:
+            client.close()
+
+    def _ask(self, call: Callable[[], list[int]]) -> list[int]:
+        """The codes a call answers, none where it does not; failures are counted."""
+        try:
+            codes = call()
+        except CallNotDoneError as error:
+            problem, codes = str(error), []
+        else:
+            wrong = [code for code in codes if code < 0 and code not in WORKING_CODES]
+            problem = f"the library answered {wrong[0]}" if wrong else ""
+            if not codes:
+                problem = "the library answered nothing"
+        if self._is_closed:
+            return codes
+        self._reason = problem
+        if problem:
+            self._count(failures=1)
+            self._leave_if_moved()
+        return codes
+
+    # Moving pages
+
+    def _is_storable(self, key: str, blob: memoryview) -> bool:
+        return len(blob) <= self._object_bytes and is_sealed_for(blob, key, self._layout)
+
+    def _put_chunk(
+        self, client: MooncakeClient, keys: list[str], views: dict[str, memoryview]
+    ) -> set[str]:
+        kept: set[str] = set()
+        while keys:
+            blobs = [views[key] for key in keys]
+            timeout_s = self._limits.of(sum(map(len, blobs)))
+            codes = self._ask(partial(client.put, keys, blobs, timeout_s))
+            if not codes:
+                break
+            stored = [key for key, code in zip(keys, codes, strict=False) if code == 0]
+            kept.update(stored)
+            self._believe(stored, views)
+            keys = keys[len(codes) :]
+        return kept
+
+    def _get_chunk(
+        self,
+        client: MooncakeClient,
+        positions: list[int],
+        keys: Sequence[str],
+        views: Sequence[memoryview],
+        hits: list[bool],
+    ) -> None:
+        """Read these positions, each key once: a key twice in one call reads wrong bytes."""
+        first = {keys[at]: at for at in reversed(positions)}
+        waiting = list(first)
+        while waiting:
+            buffers = [views[first[key]] for key in waiting]
+            timeout_s = self._limits.of(sum(map(len, buffers)))
+            lengths = self._ask(partial(client.get, waiting, buffers, timeout_s))
+            if not lengths:
+                break
+            for key, buffer, length in zip(waiting, buffers, lengths, strict=False):
+                hits[first[key]] = self._is_right(client, key, buffer, length)
+            waiting = waiting[len(lengths) :]
+        for at in positions:
+            if at != first[keys[at]] and len(views[at]) == len(views[first[keys[at]]]):
+                hits[at] = hits[first[keys[at]]]
+                if hits[at]:
+                    np.copyto(np.frombuffer(views[at], np.uint8), views[first[keys[at]]])
+
+    def _is_right(self, client: MooncakeClient, key: str, buffer: memoryview, length: int) -> bool:
+        if length == len(buffer) and verify(buffer, key, self._layout):
+            return True
+        if length == NOT_FOUND:
+            self._forget([key])
+        elif length == len(buffer):
+            self._count(bad_reads=1)
+            # It would stay what it is for ever: a put of a key that is there changes nothing.
+            self._ask(lambda: client.remove([key], self._limits.call_s))
+            self._forget([key])
+        return False
+
+    # What is believed to be there
+
+    def _believe(self, keys: Sequence[str], views: dict[str, memoryview]) -> None:
+        with self._counting:
+            for key in keys:
+                if key not in self._believed:
+                    self._believed[key] = len(views[key])
+                    self._believed_bytes += len(views[key])
+            while self._believed_bytes > max(self._endpoints.capacity_bytes, 0) and self._believed:
+                self._believed_bytes -= self._believed.popitem(last=False)[1]
+
+    def _forget(self, keys: Iterable[str]) -> None:
+        with self._counting:
+            for key in keys:
+                self._believed_bytes -= self._believed.pop(key, 0)
+
+    def _count(self, **changes: int) -> None:
+        with self._counting:
+            for name, change in changes.items():
+                self._counters[name] += change
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:
+    for start in range(0, len(items), size):
+        yield list(items[start : start + size])

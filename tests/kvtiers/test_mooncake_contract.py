@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of a store, held by Mooncake: real processes, shared memory, its own defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contracts.kv_store import ALL_KEYS, KvStoreContract, MakeStore
+from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMachine]:
+    require_mooncake()
+    machine = MooncakeMachine(tmp_path_factory.mktemp("mooncake"))
+    yield machine
+    machine.close()
+
+
+class TestMooncakeStore(KvStoreContract):
+    @pytest.fixture
+    def make_store(self, machine: MooncakeMachine) -> Iterator[MakeStore]:
+        # A connection takes a second to close: it is shared until a test closes it.
+        yield machine.shared
+        machine.shared().remove(ALL_KEYS)
