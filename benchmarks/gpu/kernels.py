@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import mla_bench, moe_bench
+from benchmarks.gpu import decode_bench, mla_bench, moe_bench
 from benchmarks.gpu.timing import ceilings
 from kernels._triton import triton
-from kernels.triton.moe import GemmTile, MoeTiles
+from kernels.triton.moe import GemmTile, MoeTiles, RowTile
 
 
 def _mla(sweep: bool) -> Iterator[dict[str, Any]]:
@@ -42,6 +42,13 @@ def _moe(sweep: bool) -> Iterator[dict[str, Any]]:
         yield moe_bench.bench(copies, num_tokens, None)
     if not sweep:
         return
+    rows = RowTile(tokens=8)
+    wide = GemmTile(nm=1, kc=2, stages=3, warps=2)
+    for num_tokens in (2, 4, 8, 16, 32):
+        for first, second in ((rows, rows), (wide, wide)):
+            tokens = 8 if first is rows else 16
+            tiles = MoeTiles(tokens=tokens, first=first, second=second)
+            yield moe_bench.bench(copies, num_tokens, tiles)
     shapes = [(1, 2, 3, 2, 4), (1, 2, 4, 2, 2), (1, 4, 3, 2, 4), (2, 1, 4, 2, 4), (1, 2, 3, 1, 2)]
     for num_tokens in (1, 16, 64):
         for nm, kc, stages, warps, slices in shapes:
@@ -50,7 +57,11 @@ def _moe(sweep: bool) -> Iterator[dict[str, Any]]:
             yield moe_bench.bench(copies, num_tokens, tiles)
 
 
-FAMILIES = {"mla": _mla, "moe": _moe}
+def _decode(sweep: bool) -> Iterator[dict[str, Any]]:
+    yield from decode_bench.bench()
+
+
+FAMILIES = {"mla": _mla, "moe": _moe, "decode": _decode}
 
 
 def main() -> int:

@@ -126,6 +126,39 @@ def measure_prefill(steps: Steps, new: int, past: int) -> dict[str, Any]:
     return {"case": "prefill", "new": new, "past": past, "ms": round(float(np.median(times)), 3)}
 
 
+def profile_decode(steps: Steps, num_rows: int, context: int) -> dict[str, Any]:
+    """Where the time of a decode step goes: kernels by name, and the share without any."""
+    no_deltas = np.empty((0, 3), dtype=np.int32)
+    steps.launch([(context, 1)] * num_rows, steps.map_rows(num_rows, -(-context // PAGE) + 4))()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        under_way: deque[Callable[[], StepResult]] = deque()
+        for _ in range(6):
+            under_way.append(steps.launch([(context + 1, 1)] * num_rows, no_deltas))
+            if len(under_way) == 2:
+                under_way.popleft()()
+        under_way.popleft()()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events() or []
+        if event.time_range.end > event.time_range.start
+    )
+    spans = spans[len(spans) // 6 : -len(spans) // 6]  # the steps in the middle
+    busy_us, reached = 0.0, spans[0][0]
+    by_name: dict[str, list[float]] = {}
+    for start, end, name in spans:
+        busy_us += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+        by_name.setdefault(name[:60], []).append(end - start)
+    most = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:18]
+    return {
+        "case": "profile",
+        "rows": num_rows,
+        "context": context,
+        "idle_share": round(1 - busy_us / (reached - spans[0][0]), 4),
+        "kernels": {name: [len(t), round(float(np.median(t)), 2)] for name, t in most},
+    }
+
+
 def main() -> None:
     """Measure everything; one JSON line each."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -134,6 +167,8 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--max-slots", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--profile", action="store_true", help="Name the kernels of a step.")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -162,10 +197,16 @@ def main() -> None:
             }
         ]
         print(json.dumps(lines[0]), flush=True)
-        cases: list[Callable[[], dict[str, Any]]] = [
-            partial(measure_decode, steps, rows, context, args.steps) for rows, context in DECODE
-        ]
-        cases += [partial(measure_prefill, steps, new, past) for new, past in PREFILL]
+        cases: list[Callable[[], dict[str, Any]]] = []
+        if args.only != "prefill":
+            cases += [
+                partial(measure_decode, steps, rows, context, args.steps)
+                for rows, context in DECODE
+            ]
+        if args.only != "decode":
+            cases += [partial(measure_prefill, steps, new, past) for new, past in PREFILL]
+        if args.profile:
+            cases += [partial(profile_decode, steps, *case) for case in ((1, 65536), (8, 32768))]
         with torch.inference_mode():
             for case in cases:
                 lines.append(case())
