@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from appliance.typed_toml import ConfigError, apply_overrides, build, read_toml, to_plain
-from engine.config import EngineConfig
+from engine.config import EngineConfig, TiersConfig
 from sessions.config import SessionsConfig
 
 # A ZMQ ipc path is a Unix socket address: 107 bytes, of which the file name needs up to 30.
@@ -54,6 +54,8 @@ class ServerConfig:
     """Seconds that running turns get to finish when the appliance is asked to stop."""
     max_restarts: int = 8
     """Restarts of one process within a minute before the appliance gives up."""
+    hang_s: float = 120.0
+    """Seconds without a sign of life after which the engine process is killed; 0: never."""
     model_name: str = ""
     """Name the model is served under; empty: the engine's own name for it."""
     model_aliases: dict[str, str] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class ServerConfig:
             ("max_body_mb", 1),
             ("drain_s", 0.0),
             ("max_restarts", 0),
+            ("hang_s", 0.0),
         ):
             value = getattr(self, name)
             if value < least:
@@ -152,7 +155,19 @@ def resolve(config: ApplianceConfig) -> ApplianceConfig:
     engine = config.engine
     if engine.run_dir == EngineConfig().run_dir:
         engine = dataclasses.replace(engine, run_dir=str(run_dir))
+    engine = dataclasses.replace(engine, tiers=_resolve_tiers(engine.tiers, state_dir))
     return ApplianceConfig(server=server, sessions=sessions, engine=engine)
+
+
+def _resolve_tiers(tiers: TiersConfig, state_dir: Path) -> TiersConfig:
+    """An appliance keeps pages on disk unless it is told not to."""
+    kind = tiers.l3
+    if kind == "auto":
+        kind = "file" if tiers.l2_bytes else "none"
+    directory = tiers.l3_dir
+    if kind == "file":
+        directory = str(state_dir / (Path(directory).expanduser() if directory else "kv"))
+    return dataclasses.replace(tiers, l3=kind, l3_dir=directory)
 
 
 def write_resolved(config: ApplianceConfig, path: Path) -> None:

@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import IO
 
 from appliance.config import ApplianceConfig, write_resolved
-from appliance.process_spawn import SUPERVISED_SIGNALS, RestartPolicy, describe_exit, spawn
+from appliance.process_spawn import (
+    SUPERVISED_SIGNALS,
+    Pulse,
+    RestartPolicy,
+    describe_exit,
+    keep_memory,
+    spawn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +58,14 @@ class Child:
     args: list[str]
     policy: RestartPolicy
     pass_fds: tuple[int, ...] = ()
+    pulse: Pulse | None = None
     process: subprocess.Popen[bytes] | None = None
     restart_at_s: float | None = None
     restarts: int = 0
 
     def start(self) -> None:
+        if self.pulse is not None:
+            self.pulse.reset()
         self.process = spawn(self.module, self.args, pass_fds=self.pass_fds)
         self.restart_at_s = None
 
@@ -151,13 +161,16 @@ class Supervisor:
         engine_path = server.run_dir / ENGINE_CONFIG_FILE
         engine_path.write_bytes(self.config.engine.to_json())
         engine_args = ["--config-json", str(engine_path), "--log-level", server.log_level]
+        # Both outlive the engine: what L2 holds, and the way to see that it lives.
+        memory_fd, pulse = keep_memory(), Pulse()
+        engine_args += ["--l2-fd", str(memory_fd), "--heartbeat-fd", str(pulse.fd)]
         api_args = ["--config", str(config_path), "--fd", str(fd)]
         # Both at once: the API process loads its tokenizer while the engine loads its weights.
-        for name, module, args, fds in (
-            ("engine", self.engine_module, engine_args, ()),
-            ("api", "appliance.api_main", api_args, (fd,)),
+        for name, module, args, fds, watched in (
+            ("engine", self.engine_module, engine_args, (memory_fd, pulse.fd), pulse),
+            ("api", "appliance.api_main", api_args, (fd,), None),
         ):
-            child = Child(name, module, args, RestartPolicy(server.max_restarts), fds)
+            child = Child(name, module, args, RestartPolicy(server.max_restarts), fds, watched)
             self._children.append(child)
             child.start()
         self._write_state()
@@ -180,6 +193,7 @@ class Supervisor:
     def _keep_up(self, child: Child) -> bool:
         """Restart a dead child when its time has come; False: it died too often."""
         now_s = time.monotonic()
+        self._end_if_hung(child, now_s)
         if child.process is not None and child.process.poll() is not None:
             how = describe_exit(child.process.returncode)
             is_refusal = child.process.returncode == EXIT_REFUSED and not self._ready
@@ -198,6 +212,17 @@ class Supervisor:
             child.restarts += 1
             self._write_state()
         return True
+
+    def _end_if_hung(self, child: Child, now_s: float) -> None:
+        """Kill a child that lives and does nothing; it is restarted as any that died."""
+        limit_s = self.config.server.hang_s
+        if child.process is None or child.pulse is None or not limit_s:
+            return
+        silent_s = child.pulse.silent_s(now_s)
+        if silent_s > limit_s and child.process.poll() is None:
+            logger.error("%s process hangs: no sign of life for %.1f s", child.name, silent_s)
+            child.process.kill()
+            child.process.wait()
 
     def _answers_ready(self) -> bool:
         host = self.config.server.host

@@ -24,6 +24,8 @@ from engine.weights.source import DEFAULT_MODEL, resolve_model
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+L3_KINDS = ("auto", "file", "mooncake", "none")
+MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 WEIGHT_FORMATS = ("auto", "dequantized", "packed")
 # sockaddr_un.sun_path holds 108 bytes with its terminator (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107
@@ -51,6 +53,36 @@ class SchedulerLimits:
     """How long a finished request's output can still be attached to; seconds."""
     keep_outputs_bytes: int = 64 << 20
     """Outputs of finished requests kept for that; bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersConfig:
+    """Where KV pages go that the device has no room for, and what outlives a restart."""
+
+    l2_bytes: int = -1
+    """Host memory for KV pages (L2); -1: a quarter of what is free, bounded; 0: none; bytes."""
+    l3: str = "auto"
+    """auto (an appliance: file; an engine by itself: none) | file | mooncake | none."""
+    l3_dir: str = ""
+    """Directory of the file store; empty: `kv` in the appliance's state_dir."""
+    l3_quota_bytes: int = 4 << 30
+    """What the file store may take on disk, least valuable pages dropped first; bytes."""
+    l3_wait_ms: int = 500
+    """How long a request waits for pages from L3 before it computes them; milliseconds."""
+    mooncake_master: str = ""
+    """host:port of a Mooncake master that others run; empty: a private one on this machine."""
+    mooncake_protocol: str = "tcp"
+    """tcp | rdma."""
+    mooncake_device: str = ""
+    """RDMA device names, comma-separated; empty: what Mooncake finds."""
+    mooncake_segment_bytes: int = 1 << 30
+    """Memory of the private Mooncake store; bytes."""
+    mooncake_ssd_dir: str = ""
+    """Directory of the private Mooncake store's disk tier; empty: memory alone."""
+    mooncake_ssd_quota_bytes: int = 8 << 30
+    """What that disk tier may take; bytes."""
+    record_inputs: str = ""
+    """File to log the control plane's inputs to, for a replay (it grows); empty: none."""
 
 
 def default_run_dir() -> str:
@@ -94,6 +126,7 @@ class EngineConfig:
     """On SIGTERM, how long running requests may still finish; seconds."""
     grammar: GrammarConfig = GrammarConfig()
     scheduler: SchedulerLimits = SchedulerLimits()
+    tiers: TiersConfig = TiersConfig()
 
     @property
     def socket_path(self) -> str:
@@ -210,6 +243,32 @@ def _nested_problems(config: EngineConfig) -> Iterator[ConfigError]:
     yield from _range(config, "scheduler.max_waiting", 1, 1 << 20)
     yield from _range(config, "scheduler.keep_outputs_s", 0.0, 86_400.0)
     yield from _range(config, "scheduler.keep_outputs_bytes", 0, 1 << 40)
+    yield from _tier_problems(config)
+
+
+def _tier_problems(config: EngineConfig) -> Iterator[ConfigError]:
+    tiers = config.tiers
+    yield from _range(config, "tiers.l2_bytes", -1, 1 << 44)
+    yield from _range(config, "tiers.l3_quota_bytes", 1 << 20, 1 << 50)
+    yield from _range(config, "tiers.l3_wait_ms", 0, 600_000)
+    yield from _range(config, "tiers.mooncake_segment_bytes", 1 << 24, 1 << 44)
+    yield from _range(config, "tiers.mooncake_ssd_quota_bytes", 1 << 24, 1 << 50)
+    for name, allowed in (("l3", L3_KINDS), ("mooncake_protocol", MOONCAKE_PROTOCOLS)):
+        value = getattr(tiers, name)
+        if value not in allowed:
+            yield ConfigError(f"engine.tiers.{name}", value, " | ".join(allowed))
+    if tiers.l3 in ("file", "mooncake") and tiers.l2_bytes == 0:
+        yield ConfigError(
+            "engine.tiers.l3",
+            tiers.l3,
+            "none where engine.tiers.l2_bytes is 0",
+            "pages reach the store through L2",
+        )
+    if tiers.l3 == "file" and not tiers.l3_dir:
+        yield ConfigError("engine.tiers.l3_dir", "", "a directory, where engine.tiers.l3 is file")
+    host, colon, port = tiers.mooncake_master.rpartition(":")
+    if tiers.mooncake_master and not (host and colon and port.isdigit()):
+        yield ConfigError("engine.tiers.mooncake_master", tiers.mooncake_master, "host:port")
 
 
 def _range(config: EngineConfig, path: str, low: float, high: float) -> Iterator[ConfigError]:

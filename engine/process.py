@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig, from_json
 from engine.errors import EngineError
+from engine.loop.heart import Keeper
 from engine.transport import EngineSocket
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run an engine until it is told to stop; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m engine.process", description=__doc__)
     parser.add_argument("--config-json", required=True, metavar="PATH_OR_-")
+    parser.add_argument("--l2-fd", type=int, metavar="FD", help="shared memory to keep L2 in")
+    parser.add_argument("--heartbeat-fd", type=int, metavar="FD", help="eventfd for signs of life")
     parser.add_argument("--log-level", default="INFO", metavar="LEVEL")
     arguments = parser.parse_args(argv)
     logging.basicConfig(
@@ -49,19 +52,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         config = from_json(_read(arguments.config_json))
-        return run_engine(config)
+        keeper = Keeper(l2_fd=arguments.l2_fd, heartbeat_fd=arguments.heartbeat_fd)
+        return run_engine(config, keeper)
     except (EngineError, ValueError, OSError) as error:
         print(f"moorage engine: {error}", file=sys.stderr, flush=True)
         return EXIT_REFUSED
 
 
-def run_engine(config: EngineConfig) -> int:
+def run_engine(config: EngineConfig, keeper: Keeper | None = None) -> int:
     """Build everything, serve until a signal, and return the exit code.
+
+    Args:
+        keeper: what a process that outlives this one keeps for it; None: nobody does.
 
     Raises: EngineError, ValueError, OSError where it cannot start.
     """
     set_thread_environment(config)
-    server = _build(config)
+    server = _build(config, keeper or Keeper())
     _stop_on_signals(server, config.drain_s)
     logger.info("engine ready: socket=%s instance=%s", config.socket_path, server.instance_id)
     try:
@@ -84,17 +91,17 @@ def set_thread_environment(config: EngineConfig) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
-def _build(config: EngineConfig) -> EngineServer:
+def _build(config: EngineConfig, keeper: Keeper) -> EngineServer:
     # First of all, since it costs nothing: what is said meanwhile waits in the socket.
     socket = EngineSocket(config.socket_path)
     try:
-        return _build_behind(socket, config)
+        return _build_behind(socket, config, keeper)
     except BaseException:
         socket.close(linger_ms=0)
         raise
 
 
-def _build_behind(socket: EngineSocket, config: EngineConfig) -> EngineServer:
+def _build_behind(socket: EngineSocket, config: EngineConfig, keeper: Keeper) -> EngineServer:
     from engine.grammar.compiler import GrammarCompiler
     from engine.text.assets import load_text_assets
 
@@ -120,7 +127,7 @@ def _build_behind(socket: EngineSocket, config: EngineConfig) -> EngineServer:
         eos_ids=assets.eos_ids,
         control_ids=assets.control_token_ids,
     )
-    return EngineServer(config, runner, compiler, vocabulary, socket, wake)
+    return EngineServer(config, runner, compiler, vocabulary, socket, wake, keeper=keeper)
 
 
 def _stop_on_signals(server: EngineServer, drain_s: float) -> None:

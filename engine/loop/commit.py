@@ -34,6 +34,7 @@ class DispatchedStep:
     sampling: SampleBatch
     sampled_requests: Sequence[Request]  # [S]
     num_tokens: int
+    dispatched_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,7 +47,11 @@ class Committed:
 
 
 def remember(
-    plan: Plan, requests: Sequence[Request], sampling: SampleBatch, sampled: Sequence[Request]
+    plan: Plan,
+    requests: Sequence[Request],
+    sampling: SampleBatch,
+    sampled: Sequence[Request],
+    now_ms: int,
 ) -> DispatchedStep:
     """Copy what is needed of a plan whose views die with the next one."""
     return DispatchedStep(
@@ -57,6 +62,7 @@ def remember(
         sampling=sampling,
         sampled_requests=sampled,
         num_tokens=len(plan.input_ids),
+        dispatched_ms=now_ms,
     )
 
 

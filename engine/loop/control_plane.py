@@ -6,15 +6,30 @@ Does not know: steps' tensors, grammars, peers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
 
-from _scheduler import Abort, Ended, Plan, RequestSpec, Scheduler, SchedulerConfig, StepDone
+from _scheduler import (
+    Abort,
+    Ended,
+    Plan,
+    ProbeDone,
+    RequestSpec,
+    Scheduler,
+    SchedulerConfig,
+    StepDone,
+    TransferAck,
+)
 from engine import api
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.execution.batch import ModelRunner
 from engine.loop.outbox import Outbox
+from engine.loop.replay import RecordingScheduler
 from engine.loop.requests import Request
+from engine.loop.tier_plane import TierPlane
 from engine.transport import pack_ids, unpack_ids
 
 MAX_TOKENS = (1 << 31) - 1
@@ -22,18 +37,30 @@ MAX_TREE_NODES = 10_000
 MAX_HOLD_MS = 1 << 40
 
 
-def build_scheduler(config: EngineConfig, runner: ModelRunner) -> Scheduler:
-    """A scheduler for the pages and limits of `runner`. Raises: ValueError naming the field."""
-    return Scheduler(
-        SchedulerConfig(
-            page_size=runner.page_size,
-            num_pages=runner.num_pages,
-            max_slots=config.max_slots,
-            max_context_len=runner.max_context_len,
-            token_budget=config.token_budget,
-            model_fingerprint=runner.model_fingerprint,
-        )
+def build_scheduler(
+    config: EngineConfig, runner: ModelRunner, *, num_l2_pages: int = 0, use_l3: bool = False
+) -> Scheduler:
+    """A scheduler for the pages and limits of `runner`, which logs its inputs if told to.
+
+    Raises: ValueError naming the field; OSError where the log cannot be written.
+    """
+    limits = SchedulerConfig(
+        page_size=runner.page_size,
+        num_pages=runner.num_pages,
+        max_slots=config.max_slots,
+        max_context_len=runner.max_context_len,
+        token_budget=config.token_budget,
+        model_fingerprint=runner.model_fingerprint,
+        num_l2_pages=num_l2_pages,
+        use_l3=use_l3,
+        probe_l3=use_l3,
+        l3_wait_ms=config.tiers.l3_wait_ms,
     )
+    if config.tiers.record_inputs:
+        # Open for as long as the scheduler lives.
+        log = Path(config.tiers.record_inputs).open("wb")  # noqa: SIM115
+        return RecordingScheduler(limits, log)
+    return Scheduler(limits)
 
 
 class ControlPlane:
@@ -42,6 +69,16 @@ class ControlPlane:
     def __init__(self, scheduler: Scheduler, outbox: Outbox) -> None:
         self._scheduler = scheduler
         self._outbox = outbox
+        self._tiers: TierPlane | None = None
+
+    def attach_tiers(self, tiers: TierPlane) -> None:
+        """From now on pages are moved between tiers."""
+        self._tiers = tiers
+
+    def name_pages(self, request: Request) -> None:
+        """Note what the pages of a request are, while its tokens are at hand."""
+        if self._tiers is not None:
+            self._tiers.names.extend(request)
 
     def submit(self, request: Request) -> None:
         """Queue a request with the output of its earlier life. Raises: ValueError."""
@@ -55,16 +92,45 @@ class ControlPlane:
             salt=request.salt,
         )
         self._scheduler.submit([spec])
+        self.name_pages(request)
 
     def next_plan(self, now_ms: int) -> Plan:
-        """The next step; its views are valid until the next call."""
-        return self._scheduler.next_plan(now_ms)
+        """The next step; its views are valid until the next call. Its moves are started."""
+        plan = self._scheduler.next_plan(now_ms)
+        if self._tiers is not None:
+            # What it evicted first: a page that comes back by one of its moves is not meant.
+            self._publish_changes()
+            self._tiers.take(plan)
+        return plan
 
-    def advance(self, events: list[StepDone | Abort]) -> list[Ended]:
+    def take_acks(self) -> list[Ended]:
+        """Tell the scheduler which moves are over; who left it by that."""
+        acks = self._tiers.take_acks() if self._tiers is not None else []
+        return self.advance(acks) if acks else []
+
+    def advance(self, events: Sequence[StepDone | Abort | TransferAck | ProbeDone]) -> list[Ended]:
         """Apply results; who left the scheduler by them."""
         ended = self._scheduler.advance(events)
         self._publish_changes()
         return ended
+
+    def tell_costs(self, prefill_us_per_token: float) -> None:
+        """Let the scheduler weigh a fetch against computing, by what was measured lately."""
+        if self._tiers is not None:
+            l2_us, l3_us = self._tiers.measured_costs()
+            self._scheduler.set_costs(
+                l2_us_per_page=l2_us,
+                l3_us_per_page=l3_us,
+                prefill_us_per_token=prefill_us_per_token,
+            )
+
+    def finish_tiers(self, requests: Sequence[Request], timeout_s: float) -> None:
+        """End requests for the scheduler, let their pages go down, and wait for what is moving."""
+        tiers = self._tiers
+        if tiers is None:
+            return
+        self.advance([Abort(request_id=r.index) for r in requests if r.is_submitted])
+        tiers.finish(self, timeout_s)
 
     def query_prefix(self, message: api.QueryPrefix) -> api.PrefixReply:
         """How much of a prefix each tier holds. Raises: ValueError for broken ids."""
@@ -83,15 +149,28 @@ class ControlPlane:
         self._scheduler.drop_prefix(token_ids, message.keep_tokens, message.salt)
         self._publish_changes()
 
-    def hint_prefix(self, message: api.HintPrefix) -> api.HintReply:
+    def hint_prefix(self, message: api.HintPrefix, now_ms: int) -> api.HintReply:
         """Weigh a prefix for eviction. Raises: ValueError for broken ids or no probability."""
         if not 0.0 <= message.expected_return <= 1.0:
             raise RequestError("expected_return", message.expected_return, "0 to 1")
-        for name in ("hold_l1_ms", "hold_l2_ms", "hold_l3_ms"):
-            if not 0 <= getattr(message, name) <= MAX_HOLD_MS:
-                raise RequestError(name, getattr(message, name), f"0 to {MAX_HOLD_MS}")
+        holds = {
+            name: getattr(message, name) for name in ("hold_l1_ms", "hold_l2_ms", "hold_l3_ms")
+        }
+        for name, hold_ms in holds.items():
+            if not 0 <= hold_ms <= MAX_HOLD_MS:
+                raise RequestError(name, hold_ms, f"0 to {MAX_HOLD_MS}")
+        l1_until_ms, l2_until_ms, l3_until_ms = (
+            now_ms + hold_ms if hold_ms else 0 for hold_ms in holds.values()
+        )
         token_ids = unpack_ids(message.token_ids).astype(np.int32)
-        num_tokens = self._scheduler.hint_prefix(token_ids, message.expected_return, message.salt)
+        num_tokens = self._scheduler.hint_prefix(
+            token_ids,
+            message.expected_return,
+            message.salt,
+            l1_until_ms=l1_until_ms,
+            l2_until_ms=l2_until_ms,
+            l3_until_ms=l3_until_ms,
+        )
         return api.HintReply(query_id=message.query_id, num_tokens=num_tokens)
 
     def tree(self, message: api.QueryTree) -> api.TreeReply:
@@ -123,6 +202,8 @@ class ControlPlane:
 
     def _publish_changes(self) -> None:
         events = self._scheduler.drain_kv_events()
+        if self._tiers is not None and events:
+            self._tiers.note_events(events)
         if not events or not self._outbox.wants_kv_events:
             return
         batch = tuple(

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from engine.api import CacheHit, FinishReason
 from engine.execution.executor import StepResult
 
+# A step of so many tokens is mostly prefill: what a token of it takes is what one costs to compute.
+PREFILL_STEP_TOKENS = 64
+SMOOTHING = 0.2
+
 
 @dataclass(slots=True)
 class Counters:
@@ -29,6 +33,7 @@ class Counters:
     forward_ms: float = 0.0
     mask_wait_ms: float = 0.0
     sample_ms: float = 0.0
+    prefill_us_per_token: float = 0.0  # lately; 0: no prefill yet
     num_finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
@@ -45,8 +50,14 @@ class Counters:
         self.cached_tokens += cached
         self.admitted_tokens += cached + hit.to_compute
 
-    def note_commit(self, result: StepResult, num_sampled: int, spent_ns: int) -> None:
+    def note_commit(
+        self, result: StepResult, num_tokens: int, num_sampled: int, spent_ns: int
+    ) -> None:
         """A step's result was committed."""
+        if num_tokens >= PREFILL_STEP_TOKENS and result.error is None:
+            now_us = result.forward_ms * 1e3 / num_tokens
+            before_us = self.prefill_us_per_token or now_us
+            self.prefill_us_per_token = before_us + SMOOTHING * (now_us - before_us)
         self.output_tokens += num_sampled
         self.num_failed_steps += result.error is not None
         self.forward_ms += result.forward_ms
@@ -70,6 +81,7 @@ class Counters:
             "forward_ms_total": self.forward_ms,
             "mask_wait_ms_total": self.mask_wait_ms,
             "sample_ms_total": self.sample_ms,
+            "prefill_us_per_token": self.prefill_us_per_token,
         }
         ended = {f"requests_{reason}": num for reason, num in self.num_finished.items()}
         return {name: float(value) for name, value in {**totals, **ended}.items()}

@@ -81,12 +81,15 @@ class EngineLoop:
         self._grammars.serve(now_ms)
         while (result := self._executor.take()) is not None:
             self._commit(result)
+        for ended in self._control.take_acks():
+            self._desk.end(ended)
         while self._may_dispatch() and self._dispatch_next():
             pass
         if now_ms >= self._next_housekeeping_ms:
             self._next_housekeeping_ms = now_ms + HOUSEKEEPING_MS
             self._desk.forget_old(now_ms)
             self._outbox.forget_silent(now_ms)
+            self._control.tell_costs(self._counters.prefill_us_per_token)
         self._outbox.flush()
 
     def wait_ms(self) -> int:
@@ -98,10 +101,23 @@ class EngineLoop:
         return max(0, until_ms - self._now_ms())
 
     def abandon(self) -> None:
-        """Let the steps under way run to their end; their results are not wanted."""
+        """Let the steps under way run to their end; nobody is told of their tokens."""
         for step in self._in_flight:
             step.sampling.mask_ready.set()
-        self._in_flight.clear()
+
+    def finish_tiers(self, timeout_s: float) -> None:
+        """After `abandon`, once the executor has ended: what was computed goes down the tiers.
+
+        Running requests end here, for the scheduler alone; their clients go on elsewhere.
+        """
+        while (result := self._executor.take()) is not None:
+            self._control.advance([commit(self._in_flight.popleft(), result).step_done])
+        self._control.finish_tiers(self._desk.all_live(), timeout_s)
+
+    @property
+    def oldest_step_ms(self) -> int | None:
+        """When the oldest step under way was dispatched."""
+        return self._in_flight[0].dispatched_ms if self._in_flight else None
 
     def _may_dispatch(self) -> bool:
         if not self._in_flight:
@@ -121,7 +137,7 @@ class EngineLoop:
         forward, page_deltas = self._builder.build(plan)
         sampling, sampled = self._sampling_of(plan, requests)
         self._executor.dispatch(Step(forward=forward, page_deltas=page_deltas, sampling=sampling))
-        step = remember(plan, requests, sampling, sampled)
+        step = remember(plan, requests, sampling, sampled, self._now_ms())
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._open_masks(step)
@@ -167,7 +183,8 @@ class EngineLoop:
         self._outbox.flush()  # tokens first; the scheduler and the next plan can wait
         for ended in self._control.advance([committed.step_done]):
             self._desk.end(ended)
-        self._counters.note_commit(result, committed.num_sampled, time.thread_time_ns() - start_ns)
+        spent_ns = time.thread_time_ns() - start_ns
+        self._counters.note_commit(result, step.num_tokens, committed.num_sampled, spent_ns)
         self._num_failed_steps = 0 if result.error is None else self._num_failed_steps + 1
         if self._num_failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
             raise StepsKeepFailingError(result.error)

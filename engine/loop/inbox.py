@@ -21,6 +21,7 @@ from engine.loop.lease_desk import LeaseDesk
 from engine.loop.outbox import Outbox
 from engine.loop.request_desk import RequestDesk
 from engine.loop.tier_desk import TierDesk
+from engine.loop.tier_report import TierReporter
 from engine.transport import decode_input
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class Inbox:
         grammars: GrammarDesk,
         outbox: Outbox,
         counters: Counters,
+        reporter: TierReporter,
         now_ms: Callable[[], int],
     ) -> None:
         self._instance_id = instance_id
@@ -52,6 +54,7 @@ class Inbox:
         self._grammars = grammars
         self._outbox = outbox
         self._counters = counters
+        self._reporter = reporter
         self._now_ms = now_ms
 
     def take(self, peer: bytes, frame: bytes) -> None:
@@ -94,7 +97,7 @@ class Inbox:
             case api.ReleaseLease():
                 self._leases.release(message.lease_id)
             case api.HintPrefix():
-                self._outbox.reply(peer, self._control.hint_prefix(message))
+                self._outbox.reply(peer, self._control.hint_prefix(message, self._now_ms()))
             case api.MovePrefix() | api.QueryTiers() | api.DrainTiers() | api.VerifyTiers():
                 self._tiers.take(peer, message, self._now_ms())
             case api.SubscribeKvEvents():
@@ -146,6 +149,7 @@ class Inbox:
             **self._control.stats(),
             **self._grammars.stats(),
             **self._counters.as_dict(),
+            **self._reporter.stats(),
             "requests_live": float(self._desk.num_live),
         }
         return api.StatsReply(query_id=query_id, stats=stats)

@@ -61,6 +61,10 @@ class RequestDesk:
         """Refuse new requests from now on."""
         self._is_draining = True
 
+    def all_live(self) -> list[Request]:
+        """Every request that has not ended."""
+        return self._table.all_live()
+
     def live(self, index: int) -> Request:
         """The request behind a scheduler index."""
         return self._table.live(index)
@@ -145,6 +149,7 @@ class RequestDesk:
         request = self._table.live(ended.request_id)
         if request.outcome is None:  # the scheduler's own verdict
             request.outcome = failure("scheduler_failed", ended.message)
+        self._control.name_pages(request)
         self._finish(request, ended.num_cached_tokens, ended.page_hashes)
 
     def refuse(self, peer: bytes, request_id: str, code: str, text: str) -> None:

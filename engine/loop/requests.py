@@ -50,6 +50,8 @@ class Request:
     output: bytearray = field(default_factory=bytearray)  # int32, little-endian
     logprobs: list[api.TokenLogprobs] = field(default_factory=list)
     is_submitted: bool = False
+    named_len: int = 0  # tokens whose pages `page_names` has named
+    last_name: bytes = bytes(16)  # of the page that ends there
     started: api.Started | None = None
     outcome: Outcome | None = None
     finished: api.Finished | None = None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from _scheduler import Scheduler
 from engine import api
 from engine.config import EngineConfig
 from engine.execution.batch import ModelRunner
@@ -26,17 +27,25 @@ from engine.loop.control_plane import ControlPlane, build_scheduler
 from engine.loop.counters import Counters
 from engine.loop.event_loop import EngineLoop
 from engine.loop.grammar_desk import GrammarDesk
+from engine.loop.heart import Heart, Keeper
 from engine.loop.inbox import Inbox
 from engine.loop.intake import ModelLimits, unspeakable_ids
 from engine.loop.lease_desk import LeaseDesk
 from engine.loop.outbox import Outbox
+from engine.loop.page_names import PageNames
 from engine.loop.request_desk import RequestDesk
 from engine.loop.tier_desk import TierDesk
+from engine.loop.tier_plane import TierPlane, adopt_survivors
+from engine.loop.tier_report import TierReporter
+from engine.loop.tier_setup import LowerTiers, build_lower_tiers
 from engine.transport import EngineSocket
+from kvtiers.store import Store
 
 logger = logging.getLogger(__name__)
 
 MAX_FRAMES_A_TURN = 256
+NAMES_PER_SLOT = 2  # names of pages remembered, for each page of L1 and L2
+TIER_FLUSH_S = 5.0  # at the end: for what was promised to L2 and L3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +94,19 @@ class EngineServer:
         vocabulary: Vocabulary,
         socket: EngineSocket,
         wake: WakeSignal,
+        *,
+        keeper: Keeper | None = None,
+        store: Store | None = None,
     ) -> None:
-        """Takes over `socket`; `wake` is what `grammar_compiler` was told to set."""
+        """Takes over `socket`; `wake` is what `grammar_compiler` was told to set.
+
+        Args:
+            keeper: what a process that outlives this one keeps for it.
+            store: used as L3 instead of the configured one.
+
+        Raises: ConfigError where the configured tiers cannot be.
+        """
+        keeper = keeper if keeper is not None else Keeper()
         self._config = config
         self._wake = wake
         self._compiler = grammar_compiler
@@ -94,10 +114,12 @@ class EngineServer:
         self._socket = socket
         outbox = Outbox(self._socket, self._hello(runner))
         counters = Counters()
-        scheduler = build_scheduler(config, runner)
+        lower = build_lower_tiers(config, runner, wake.set, l2_fd=keeper.l2_fd, store=store)
+        scheduler = build_scheduler(
+            config, runner, num_l2_pages=lower.num_l2_pages, use_l3=lower.has_l3
+        )
         control = ControlPlane(scheduler, outbox)
         leases = LeaseDesk(scheduler, outbox)
-        tiers = TierDesk(scheduler, outbox)
         grammars = GrammarDesk(grammar_compiler)
         limits = ModelLimits(
             vocab_size=runner.vocab_size,
@@ -116,6 +138,9 @@ class EngineServer:
             counters=counters,
             now_ms=_now_ms,
         )
+        plane = self._tier_plane(lower, scheduler, control, runner)
+        reporter = TierReporter(scheduler, lower.transfers, lower.facts)
+        tiers = TierDesk(scheduler, outbox, plane, reporter, runner.page_size)
         self._inbox = Inbox(
             instance_id=self.instance_id,
             desk=self._desk,
@@ -125,8 +150,10 @@ class EngineServer:
             grammars=grammars,
             outbox=outbox,
             counters=counters,
+            reporter=reporter,
             now_ms=_now_ms,
         )
+        self._heart = Heart(keeper.heartbeat_fd)
         self._leases = leases
         self._tiers = tiers
         self._executor = Executor(runner, wake.set)
@@ -155,7 +182,7 @@ class EngineServer:
         poller.register(self._wake.fd, zmq.POLLIN)
         try:
             while not self._is_over():
-                poller.poll(self._loop.wait_ms())
+                poller.poll(self._wait_ms())
                 self._wake.clear()
                 for _ in range(MAX_FRAMES_A_TURN):
                     received = self._socket.receive()
@@ -165,6 +192,7 @@ class EngineServer:
                 self._loop.turn()
                 self._tiers.serve(_now_ms())
                 self._leases.tell()
+                self._heart.beat(_now_ms(), self._loop.oldest_step_ms)
         finally:
             self._close()
 
@@ -178,6 +206,32 @@ class EngineServer:
         self._stop_at_s = time.monotonic() + drain_s
         self._wake.set()
 
+    def _wait_ms(self) -> int:
+        """How long nothing needs a turn, if nobody wakes the loop."""
+        wait_ms = self._loop.wait_ms()
+        deadline_ms = self._tiers.next_deadline_ms
+        return wait_ms if deadline_ms is None else max(0, min(wait_ms, deadline_ms - _now_ms()))
+
+    def _tier_plane(
+        self,
+        lower: LowerTiers,
+        scheduler: Scheduler,
+        control: ControlPlane,
+        runner: ModelRunner,
+    ) -> TierPlane | None:
+        """What moves pages between tiers, with what an older process left taken in."""
+        if lower.transfers is None:
+            return None
+        names = PageNames(
+            page_size=runner.page_size,
+            model_fingerprint=runner.model_fingerprint,
+            most=NAMES_PER_SLOT * (lower.num_l2_pages + runner.num_pages),
+        )
+        plane = TierPlane(scheduler, lower.transfers, names, self._desk.all_live, self._wake.set)
+        plane.note_adopted(adopt_survivors(scheduler, lower.transfers.pool))
+        control.attach_tiers(plane)
+        return plane
+
     def _is_over(self) -> bool:
         if self._stop_at_s is None:
             return False
@@ -186,9 +240,12 @@ class EngineServer:
     def _close(self) -> None:
         self._loop.abandon()
         self._executor.close()
-        self._compiler.close()
-        self._socket.close()
-        self._wake.close()
+        try:
+            self._loop.finish_tiers(TIER_FLUSH_S)
+        finally:
+            self._compiler.close()
+            self._socket.close()
+            self._wake.close()
 
     def _hello(self, runner: ModelRunner) -> api.EngineHello:
         return api.EngineHello(

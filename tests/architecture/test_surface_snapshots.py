@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from appliance.cli import main as cli
 
-MAX_FIELDS = 60
+MAX_FIELDS = 80  # three tiers and two stores under them have sizes and places of their own
 
 FIELDS = [
     "server.host",
@@ -23,6 +23,7 @@ FIELDS = [
     "server.max_body_mb",
     "server.drain_s",
     "server.max_restarts",
+    "server.hang_s",
     "server.model_name",
     "server.model_aliases",
     "server.alias_all",
@@ -60,6 +61,18 @@ FIELDS = [
     "engine.scheduler.max_waiting",
     "engine.scheduler.keep_outputs_s",
     "engine.scheduler.keep_outputs_bytes",
+    "engine.tiers.l2_bytes",
+    "engine.tiers.l3",
+    "engine.tiers.l3_dir",
+    "engine.tiers.l3_quota_bytes",
+    "engine.tiers.l3_wait_ms",
+    "engine.tiers.mooncake_master",
+    "engine.tiers.mooncake_protocol",
+    "engine.tiers.mooncake_device",
+    "engine.tiers.mooncake_segment_bytes",
+    "engine.tiers.mooncake_ssd_dir",
+    "engine.tiers.mooncake_ssd_quota_bytes",
+    "engine.tiers.record_inputs",
 ]
 
 

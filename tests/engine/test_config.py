@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import EngineConfig, GrammarConfig, SchedulerLimits, from_json, from_mapping
+from engine.config import (
+    EngineConfig,
+    GrammarConfig,
+    SchedulerLimits,
+    TiersConfig,
+    from_json,
+    from_mapping,
+)
 from engine.errors import ConfigError
 
 
@@ -73,9 +80,13 @@ def test_all_wrong_settings_are_found_at_once() -> None:
 def test_every_setting_is_documented_where_it_is_declared() -> None:
     source = Path(__file__).resolve().parents[2].joinpath("engine/config.py").read_text()
     lines = source.splitlines()
-    for cls in (EngineConfig, GrammarConfig, SchedulerLimits):
+    for cls in (EngineConfig, GrammarConfig, SchedulerLimits, TiersConfig):
         for item in dataclasses.fields(cls):
-            if dataclasses.is_dataclass(item.type) or item.name in ("grammar", "scheduler"):
+            if dataclasses.is_dataclass(item.type) or item.name in (
+                "grammar",
+                "scheduler",
+                "tiers",
+            ):
                 continue
             place = next(i for i, line in enumerate(lines) if line.startswith(f"    {item.name}: "))
             assert lines[place + 1].strip().startswith('"""'), item.name

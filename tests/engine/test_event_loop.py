@@ -14,6 +14,7 @@ import zmq
 
 from engine import api
 from engine.client import EngineClient
+from engine.config import TiersConfig
 from engine.loop.server import WakeSignal
 from engine.sampling.params import RowSampling, uniform
 from engine.sampling.sampler import draw
@@ -567,7 +568,7 @@ def test_cache_questions_and_kv_events_tell_what_the_tree_holds(tmp_path: Path) 
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
 
-    serve(LiveEngine(str(tmp_path), make_runner()), work)
+    serve(LiveEngine(str(tmp_path), make_runner(), tiers=TiersConfig(l2_bytes=0)), work)
 
 
 def test_a_worker_that_outlives_the_engine_wakes_nobody() -> None:

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from engine import api
 from engine.client import EngineClient
-from engine.config import EngineConfig, GrammarConfig, SchedulerLimits
+from engine.config import EngineConfig, GrammarConfig, SchedulerLimits, TiersConfig
 from engine.execution.batch import ModelRunner
 from engine.grammar.compiler import GrammarCompiler
+from engine.loop.heart import Keeper
 from engine.loop.server import EngineServer, Vocabulary, WakeSignal
 from engine.transport import EngineSocket, pack_ids, unpack_ids
+from kvtiers.store import Store
 
 EOS = 2
 NUM_CONTROL = 3
@@ -48,6 +50,9 @@ class LiveEngine:
         keep_outputs_bytes: int = 1 << 20,
         grammar: GrammarConfig | None = None,
         wait_grammar: bool = False,
+        tiers: TiersConfig | None = None,
+        keeper: Keeper | None = None,
+        store: Store | None = None,
     ) -> None:
         self.config = EngineConfig(
             run_dir=run_dir,
@@ -60,7 +65,10 @@ class LiveEngine:
                 keep_outputs_s=keep_outputs_s,
                 keep_outputs_bytes=keep_outputs_bytes,
             ),
+            tiers=tiers if tiers is not None else TiersConfig(),
         )
+        self._keeper = keeper
+        self._store = store
         self.runner = runner
         self._wait_grammar = wait_grammar
         self.error: BaseException | None = None
@@ -83,7 +91,16 @@ class LiveEngine:
         if self._wait_grammar:
             compiler.wait_warm()
         socket = EngineSocket(self.config.socket_path)
-        self.server = EngineServer(self.config, self.runner, compiler, vocabulary, socket, wake)
+        self.server = EngineServer(
+            self.config,
+            self.runner,
+            compiler,
+            vocabulary,
+            socket,
+            wake,
+            keeper=self._keeper,
+            store=self._store,
+        )
         self._thread = threading.Thread(target=self._run, name="live-engine", daemon=True)
         self._thread.start()
         return self

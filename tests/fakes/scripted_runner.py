@@ -9,10 +9,12 @@ or fails the step. `expected_tokens` runs the same script without pages, slots o
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,6 +54,29 @@ def planned_script(plans: dict[int, Sequence[int]], vocab_size: int, *, eos_id: 
     return logits
 
 
+@dataclass(frozen=True)
+class ScriptedLayout:
+    """A page is its token ids."""
+
+    page_size: int
+    num_layers: int = 1
+    dtype: str = "int32"
+
+    @property
+    def token_bytes(self) -> int:
+        return 4
+
+    @property
+    def page_bytes(self) -> int:
+        return 4 * self.page_size
+
+    def pool_shape(self, num_pages: int) -> tuple[int, ...]:
+        return (num_pages, self.page_size)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"scripted {self.page_size}".encode()).hexdigest()[:32]
+
+
 class ScriptedRunner:
     """See the module. `step_s` is how long a step takes; `gate` holds steps while it is clear.
 
@@ -85,6 +110,15 @@ class ScriptedRunner:
         self.failing_steps: set[int] = set()
         self._script = script
         self._kv = torch.full((num_pages * page_size,), UNWRITTEN, dtype=torch.int32)
+
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """[num_pages, page_size], as the tiers move it."""
+        return self._kv.view(self.num_pages, self.page_size)
+
+    @property
+    def layout(self) -> ScriptedLayout:
+        return ScriptedLayout(self.page_size)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [S, vocab] that the script gives for each sampling row's history."""

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between the scheduler, which decides where pages go, and the transfers, which move them.
+
+Plans' moves become transfers, their acks events for the scheduler; what survived a restart is
+handed to it. Does not know: how bytes move, peers, steps' tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from _scheduler import Ended, KvEvent, Plan, ProbeDone, Scheduler, TransferAck
+from engine.loop.page_names import ROOT_HASH, PageNames
+from engine.loop.requests import Request
+from kvtiers.host_pool import HostPool, PageName
+from kvtiers.transfer import Move, MoveKind, TransferEngine
+from kvtiers.verify import Checked, verify_l2, verify_l3
+
+logger = logging.getLogger(__name__)
+
+# Survivors are summed up before they are taken in, as far as this many bytes; the rest, when used.
+MOST_BYTES_SUMMED_AT_START = 4 << 30
+MOST_L3_NAMES = 1 << 18
+
+
+class Mover(Protocol):
+    """Makes plans and takes acks, as the control plane does."""
+
+    def next_plan(self, now_ms: int) -> Plan: ...
+    def take_acks(self) -> Sequence[Ended]: ...
+
+
+class Verification:
+    """A check of L2 and L3 on a thread of its own; `found` is whole once `is_done`."""
+
+    def __init__(
+        self,
+        transfers: TransferEngine,
+        l2: Sequence[tuple[int, bytes]],
+        l3: Sequence[bytes],
+        wake: Callable[[], None],
+    ) -> None:
+        self.found = {"l2": Checked(0, 0), "l3": Checked(0, 0)}
+        self.is_done = False
+
+        def work() -> None:
+            try:
+                self.found["l2"] = verify_l2(transfers.pool, l2)
+                if transfers.store is not None:
+                    self.found["l3"] = verify_l3(transfers.pool, transfers.store, l3)
+            except Exception:
+                logger.exception("the check of the tiers broke off")
+            self.is_done = True
+            wake()
+
+        threading.Thread(target=work, name="kv-verify", daemon=True).start()
+
+
+class TierPlane:
+    """Owned by the loop's thread. Every ticket it was given is acked once, or dies with it."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        transfers: TransferEngine,
+        names: PageNames,
+        live_requests: Callable[[], Iterable[Request]],
+        wake: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._transfers = transfers
+        self._names = names
+        self._live_requests = live_requests
+        self._wake = wake
+        self._in_flight: dict[int, Move] = {}
+        self._num_acks = 0
+        self._probes: deque[ProbeDone] = deque()  # answers; append and popleft are atomic
+        self._num_probes = 0  # asked, and not told to the scheduler
+        # Where pages lie in L2 and which of them L3 has, as acks and the scheduler's events say.
+        self._page_of: dict[bytes, int] = {}
+        self._name_in: dict[int, bytes] = {}
+        self._in_l3: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def transfers(self) -> TransferEngine:
+        return self._transfers
+
+    @property
+    def names(self) -> PageNames:
+        return self._names
+
+    @property
+    def num_acks(self) -> int:
+        """Tickets acked since the start: what changed, somebody may wait for."""
+        return self._num_acks
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tickets not acked."""
+        return len(self._in_flight)
+
+    def take(self, plan: Plan) -> None:
+        """Start what a plan wants moved, and ask the store what it wants to know."""
+        if len(plan.probe_ids):
+            self._ask(plan)
+        rows = plan.moves.tolist()
+        if not rows:
+            return
+        moves = []
+        for row, page_hash in zip(rows, plan.move_hashes, strict=True):
+            ticket, kind, _, source, _, target = row
+            name = page_hash.tobytes()
+            move = Move(
+                ticket=ticket,
+                kind=MoveKind(kind),
+                source=source,
+                target=target,
+                page_hash=name,
+                name=self._find_name(name) if kind != MoveKind.LOAD_BACK else None,
+            )
+            moves.append(move)
+            self._in_flight[ticket] = move
+            if move.kind in (MoveKind.WRITE_BACK, MoveKind.FETCH):
+                self._give_up_slot(target)
+        self._transfers.submit(moves)
+
+    def take_acks(self) -> list[TransferAck | ProbeDone]:
+        """What is over, for the scheduler to be told."""
+        acks = self._transfers.take_acks()
+        self._num_acks += len(acks)
+        for ack in acks:
+            move = self._in_flight.pop(ack.ticket)
+            if move.kind in (MoveKind.WRITE_BACK, MoveKind.FETCH) and ack.ok:
+                self._page_of[move.page_hash] = move.target
+                self._name_in[move.target] = move.page_hash
+            if move.kind in (MoveKind.STORE, MoveKind.FETCH):
+                self._note_l3(move.page_hash, ack.ok)
+        events: list[TransferAck | ProbeDone] = [
+            TransferAck(ticket=ack.ticket, ok=ack.ok) for ack in acks
+        ]
+        while self._probes:
+            events.append(self._probes.popleft())
+            self._num_probes -= 1
+        return events
+
+    def measured_costs(self) -> tuple[float, float]:
+        """Microseconds that a page takes from L2 to L1, and from L3 to L2; 0: not known yet."""
+        page_bytes = self._transfers.pool.shape.page_bytes
+        rates = self._transfers.rates
+        speeds = (rates.bytes_per_s(MoveKind.LOAD_BACK), rates.bytes_per_s(MoveKind.FETCH))
+        l2_us, l3_us = (1e6 * page_bytes / speed if speed else 0.0 for speed in speeds)
+        return l2_us, l3_us
+
+    def _ask(self, plan: Plan) -> None:
+        indptr = plan.probe_indptr.tolist()
+        for place, probe_id in enumerate(plan.probe_ids.tolist()):
+            hashes = plan.probe_hashes[indptr[place] : indptr[place + 1]]
+
+            def answer(num_pages: int, probe_id: int = probe_id) -> None:
+                self._probes.append(ProbeDone(probe_id=probe_id, num_pages=num_pages))
+
+            self._num_probes += 1
+            self._transfers.probe([page_hash.tobytes() for page_hash in hashes], answer)
+
+    def note_events(self, events: Sequence[KvEvent]) -> None:
+        """What the scheduler let go of is no longer left for a restart, nor in the store."""
+        forgotten = []
+        for event in events:
+            if event.kind != "removed":
+                continue
+            if event.tier == "l2":
+                page = self._page_of.pop(event.page_hash, None)
+                if page is not None:
+                    del self._name_in[page]
+                    self._transfers.pool.begin(page)
+            elif event.tier == "l3" and event.page_hash in self._in_l3:
+                del self._in_l3[event.page_hash]
+                forgotten.append(event.page_hash)
+        if forgotten:
+            self._transfers.remove(forgotten)
+
+    def note_adopted(self, pages: Iterable[tuple[int, bytes]]) -> None:
+        """Pages (slot, name) of an older process that the scheduler took in."""
+        for page, page_hash in pages:
+            self._page_of[page_hash] = page
+            self._name_in[page] = page_hash
+
+    def verify(self, most: int) -> Verification:
+        """Read up to `most` pages of each lower tier back, the newest first."""
+        l2 = list(self._name_in.items())[::-1][:most]
+        l3 = list(self._in_l3)[::-1][:most]
+        return Verification(self._transfers, l2, l3, self._wake)
+
+    def finish(self, control: Mover, timeout_s: float) -> None:
+        """At the end: start what the scheduler still wants moved and wait for all of it.
+
+        Nothing runs any more, so a plan holds moves alone.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            control.next_plan(time.monotonic_ns() // 1_000_000)
+            if not self._in_flight:
+                break
+            if not self._transfers.wait_idle(deadline_s - time.monotonic()):
+                logger.warning("%d pages on their way down are lost", len(self._in_flight))
+                break
+            control.take_acks()
+        flushed = threading.Event()
+        self._transfers.flush(max(0.0, deadline_s - time.monotonic()), lambda _: flushed.set())
+        flushed.wait(max(0.0, deadline_s - time.monotonic()))
+        self._transfers.close()
+
+    def _give_up_slot(self, page: int) -> None:
+        """The scheduler gives a slot to another page; the event that says so may come later."""
+        before = self._name_in.pop(page, None)
+        if before is not None:
+            del self._page_of[before]
+
+    def _note_l3(self, page_hash: bytes, is_there: bool) -> None:
+        # A page that could not be read may be there all the same: it is not to be removed.
+        self._in_l3.pop(page_hash, None)
+        if is_there:
+            self._in_l3[page_hash] = None
+            while len(self._in_l3) > MOST_L3_NAMES:
+                self._in_l3.popitem(last=False)
+
+    def _find_name(self, page_hash: bytes) -> PageName | None:
+        found = self._names.find(page_hash)
+        if found is None:  # a page that was sampled full just now
+            for request in self._live_requests():
+                self._names.extend(request)
+            found = self._names.find(page_hash)
+        return found
+
+
+def adopt_survivors(scheduler: Scheduler, pool: HostPool) -> list[tuple[int, bytes]]:
+    """Hand what an older process left whole in L2 to the scheduler; the slots it took, with names.
+
+    A page counts only if all pages before it are there too, and its bytes and its name are right.
+    What does not count is wiped.
+    """
+    found: dict[bytes, tuple[int, PageName]] = {}
+    unwanted: list[int] = []
+    bytes_left = MOST_BYTES_SUMMED_AT_START
+    for page, name in pool.survivors():
+        bytes_left -= pool.shape.page_bytes
+        if name.page_hash in found or (bytes_left > 0 and not pool.is_sound(page, name.page_hash)):
+            unwanted.append(page)
+            continue
+        if bytes_left <= 0:
+            pool.doubt(page)
+        found[name.page_hash] = (page, name)
+    inner = {name.parent_hash for _, name in found.values()}
+    taken: dict[int, bytes] = {}
+    for page_hash in found:
+        if page_hash not in inner:
+            taken.update(_adopt_chain(scheduler, found, page_hash))
+    unwanted += [page for page, _ in found.values() if page not in taken]
+    for page in unwanted:
+        pool.begin(page)
+    if found or unwanted:
+        logger.info("L2: %d pages that were left are taken in, %d not", len(taken), len(unwanted))
+    return list(taken.items())
+
+
+def _adopt_chain(
+    scheduler: Scheduler, found: dict[bytes, tuple[int, PageName]], page_hash: bytes
+) -> list[tuple[int, bytes]]:
+    """Take in the prefix that ends with a page, if all of it is there; slots and names."""
+    chain: list[tuple[int, PageName]] = []
+    while page_hash != ROOT_HASH:
+        if page_hash not in found or len(chain) > len(found):
+            return []
+        chain.append(found[page_hash])
+        page_hash = chain[-1][1].parent_hash
+    chain.reverse()
+    token_ids = np.frombuffer(b"".join(name.token_ids for _, name in chain), "<i4")
+    try:
+        scheduler.adopt(
+            "l2",
+            token_ids.astype(np.int32),
+            b"".join(name.page_hash for _, name in chain),
+            np.array([page for page, _ in chain], np.int32),
+            chain[0][1].salt,
+        )
+    except ValueError as error:
+        logger.warning("a prefix of %d pages in L2 is not taken in: %s", len(chain), error)
+        return []
+    return [(page, name.page_hash) for page, name in chain]

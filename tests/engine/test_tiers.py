@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages go down the tiers and come back: the real loop, scheduler and transfers, a scripted model.
+
+The scripted model's KV is its token ids, so a page that came back wrong changes tokens or fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from engine import api
+from engine.client import EngineClient
+from engine.config import TiersConfig
+from engine.loop.heart import Keeper
+from engine.transport import pack_ids
+from kvtiers.host_region import make_region_fd
+from tests.fakes.live_engine import EOS, LiveEngine, make_request, run, serve
+from tests.fakes.memory_store import MemoryStore
+from tests.fakes.scripted_runner import (
+    ScriptedLayout,
+    ScriptedRunner,
+    expected_tokens,
+    hashed_script,
+)
+
+VOCAB = 300
+PAGE_SIZE = 4
+SCRIPT = hashed_script(VOCAB)
+Work = Callable[[EngineClient], Awaitable[None]]
+
+
+def make_runner(num_pages: int = 16) -> ScriptedRunner:
+    return ScriptedRunner(
+        SCRIPT, vocab_size=VOCAB, page_size=PAGE_SIZE, num_pages=num_pages, max_context_len=60
+    )
+
+
+def make_store() -> MemoryStore:
+    return MemoryStore(ScriptedLayout(PAGE_SIZE).fingerprint())
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return [3 + (seed * 7919 + i * 104729) % (VOCAB - 3) for i in range(length)]
+
+
+def want(prompt: list[int], num: int) -> list[int]:
+    return expected_tokens(SCRIPT, prompt, num, stop_ids=[EOS], banned_ids=(0, 1))
+
+
+async def settled(client: EngineClient) -> dict[str, float]:
+    """Statistics once nothing moves; every page is in its one place."""
+    await client.drain_tiers()
+    stats = await client.stats()
+    held = sum(stats[f"{kind}_pages"] for kind in ("free", "owned", "cached", "in_flight"))
+    assert held == stats["num_pages"]
+    lower = stats["free_l2_pages"] + stats["cached_l2_pages"] + stats["in_flight_l2_pages"]
+    assert lower == stats["num_l2_pages"]
+    assert stats["in_flight_pages"] == stats["in_flight_l2_pages"] == 0
+    assert stats["transfers_in_flight"] == 0
+    return stats
+
+
+async def ask(client: EngineClient, name: str, prompt: list[int], num: int = 3) -> api.CacheHit:
+    """Run a request, check its tokens, and say what it found."""
+    result = await run(client, make_request(name, prompt, num))
+    assert result.ids == want(prompt, num)
+    assert result.started is not None
+    return result.started.cache
+
+
+def test_what_l1_had_no_room_for_comes_back_from_l2(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompts = [prompt_of(seed, 33) for seed in range(6)]
+        for seed, prompt in enumerate(prompts):
+            hit = await ask(client, f"a{seed}", prompt)
+            assert hit.to_compute == 33
+        await settled(client)
+        for seed, prompt in enumerate(prompts):
+            hit = await ask(client, f"b{seed}", prompt)
+            assert hit.l1 + hit.l2 == 32 and hit.to_compute == 1
+        stats = await settled(client)
+        assert stats["load_back_pages"] > 20
+        assert stats["write_back_lost"] == stats["load_back_lost"] == 0
+
+    serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64), work)
+
+
+def test_without_l2_there_is_one_tier_and_it_says_so(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(1, 33)
+        await ask(client, "a", prompt, 1)
+        states = {tier.tier: tier.state for tier in await client.tiers()}
+        assert states == {"l1": "up", "l2": "off", "l3": "off"}
+        reply = await client.move_prefix(pack_ids(prompt), "l2")
+        assert reply.cache.l1 == 33
+        assert (await client.drain_tiers()).num_pages == 0
+        assert (await client.verify_tiers()).checked == {"l2": 0, "l3": 0}
+        assert (await client.move_prefix(pack_ids(prompt), "none")).cache.to_compute == 33
+
+    tiers = TiersConfig(l2_bytes=0)
+    serve(LiveEngine(str(tmp_path), make_runner(), tiers=tiers), work)
+
+
+def test_a_prefix_is_moved_where_it_is_wanted_and_the_answer_says_where_it_is(
+    tmp_path: Path,
+) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(1, 33)
+        await ask(client, "a", prompt, 1)
+        ids = pack_ids(prompt)
+        moved = await client.move_prefix(ids, "l2")
+        assert moved.cache == api.CacheHit(l2=32, to_compute=1) and moved.num_pending == 0
+        moved = await client.move_prefix(ids, "l1")
+        assert moved.cache == api.CacheHit(l1=32, to_compute=1)
+        hit = await ask(client, "b", [*prompt, 9], 1)
+        assert hit == api.CacheHit(l1=32, to_compute=2)
+        moved = await client.move_prefix(pack_ids([*prompt, 9]), "none")
+        assert moved.cache == api.CacheHit(to_compute=34)
+        hit = await ask(client, "c", prompt)
+        assert hit == api.CacheHit(to_compute=33)
+        await settled(client)
+
+    serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64), work)
+
+
+def test_status_counts_what_each_tier_holds(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        await ask(client, "a", prompt_of(1, 33), 1)
+        await settled(client)
+        l1, l2, l3 = await client.tiers()
+        assert (l1.kind, l1.num_pages, l1.used_bytes) == ("cpu", 9, 9 * 4 * PAGE_SIZE)
+        assert (l2.kind, l2.state, l2.num_pages) == ("private_memory", "up", 8)
+        assert l2.counters["write_back_pages"] == 8
+        assert (l3.kind, l3.state, l3.num_pages) == ("memory", "up", 8)
+        checked = await client.verify_tiers()
+        assert checked.checked == {"l2": 8, "l3": 8} and checked.bad == {"l2": 0, "l3": 0}
+
+    serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, store=make_store()), work)
+
+
+def test_l2_outlives_the_engine_where_another_process_keeps_the_memory(tmp_path: Path) -> None:
+    fd = make_region_fd()
+    prompts = [prompt_of(seed, 33) for seed in range(4)]
+    prompts += [[*prompts[0][:20], *prompt_of(9, 17)]]  # a fork
+    try:
+
+        async def before(client: EngineClient) -> None:
+            for seed, prompt in enumerate(prompts):
+                await ask(client, f"a{seed}", prompt)
+            await settled(client)
+
+        async def after(client: EngineClient) -> None:
+            stats = await settled(client)
+            assert stats["cached_l2_pages"] == 4 * 8 + 4
+            for seed, prompt in enumerate(prompts):
+                hit = await client.query_prefix(prompt)
+                full = len(prompt) // PAGE_SIZE * PAGE_SIZE
+                assert hit.l1 + hit.l2 == full and hit.l2 >= 16
+                hit = await ask(client, f"b{seed}", [*prompt, 5])
+                assert hit.l1 + hit.l2 == full
+            await settled(client)
+
+        for work in (before, after):
+            keeper = Keeper(l2_fd=fd)
+            serve(LiveEngine(str(tmp_path), make_runner(64), token_budget=64, keeper=keeper), work)
+    finally:
+        os.close(fd)
+
+
+def test_what_was_forgotten_is_not_there_after_a_restart(tmp_path: Path) -> None:
+    fd = make_region_fd()
+    prompt, other = prompt_of(1, 33), prompt_of(2, 33)
+    try:
+
+        async def before(client: EngineClient) -> None:
+            await ask(client, "a", prompt, 1)
+            await ask(client, "b", other)
+            await client.move_prefix(pack_ids(prompt), "none")
+            await settled(client)
+
+        async def after(client: EngineClient) -> None:
+            assert (await client.query_prefix(prompt)).l2 == 0
+            assert (await client.query_prefix(other)).l2 == 32
+
+        for work in (before, after):
+            keeper = Keeper(l2_fd=fd)
+            serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, keeper=keeper), work)
+    finally:
+        os.close(fd)
+
+
+def test_a_sampled_turn_is_in_l2_for_the_engine_that_comes_after(tmp_path: Path) -> None:
+    """Pages of tokens that were sampled are told to a restart as those of a prompt are."""
+    fd = make_region_fd()
+    prompt = prompt_of(3, 6)
+    try:
+
+        async def before(client: EngineClient) -> None:
+            await ask(client, "a", prompt, 31)
+            await settled(client)
+
+        async def after(client: EngineClient) -> None:
+            history = prompt + want(prompt, 31)
+            hit = await ask(client, "b", [*history, 7])
+            assert hit.l2 == 36 and hit.l1 == 0
+
+        for work in (before, after):
+            keeper = Keeper(l2_fd=fd)
+            serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, keeper=keeper), work)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(("tier", "field"), [("l4", "tier"), ("", "tier")])
+def test_a_move_to_no_tier_is_refused_and_the_engine_goes_on(
+    tmp_path: Path, tier: str, field: str
+) -> None:
+    async def work(client: EngineClient) -> None:
+        asked = asyncio.create_task(client.move_prefix(pack_ids([3, 4]), tier, timeout_s=0.3))
+        with pytest.raises(Exception, match="did not answer"):
+            await asked
+        assert (await client.stats())["messages_malformed"] == 1
+
+    serve(LiveEngine(str(tmp_path), make_runner()), work)
