@@ -23,6 +23,7 @@ from appliance.api import (
     completions,
     health,
     history,
+    implicit_sessions,
     messages,
     models,
     responses,
@@ -58,6 +59,7 @@ ROUTERS = tuple(
     for module in (
         history,
         sessions,
+        implicit_sessions,
         turns,
         chat,
         completions,

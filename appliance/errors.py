@@ -46,6 +46,7 @@ STATUS_BY_CODE: dict[str, int] = {
     "turn_not_found": 404,
     "item_not_found": 404,
     "response_not_found": 404,
+    "implicit_session_not_found": 404,
     "lease_not_found": 404,
     "method_not_allowed": 405,
     # the state of the session is against it

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from appliance.answer import AnswerReader
 from appliance.errors import ApiError, known_code
+from appliance.implicit_sessions import Asked
 from appliance.metrics import Metrics
 from engine import api
 from engine.client import EngineClient
@@ -39,6 +40,7 @@ class Generation:
     finish_reason: str = ""  # stop | length | tool_calls
     problems: list[parsed.ParseProblem] = field(default_factory=list)
     on_end: Callable[[Generation], None] | None = None  # where it ended by itself
+    asked: Asked | None = None  # what its implicit session says of it
     text: list[str] = field(default_factory=list)
     calls: list[parsed.ToolCallEnd] = field(default_factory=list)
 
@@ -62,6 +64,8 @@ class Generation:
                     case api.Started():
                         self.cache = item.cache
                         self.metrics.count_cache(item.cache, None)
+                        if self.asked is not None:
+                            self.asked.note_cache(item.cache)
                     case api.Tokens():
                         yield self._take(item)
                         if self.answer.is_stopped:
@@ -78,6 +82,8 @@ class Generation:
         if self.answer.has_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         self.metrics.output_tokens.inc(self.num_output)
+        if self.asked is not None:
+            self.asked.note_end(self.num_output, self.finish_reason)
         if self.on_end is not None:
             self.on_end(self)
         yield Step(token_ids=[], events=events)

@@ -3,8 +3,12 @@
 
 An agent sends its whole history each time, its arguments re-serialised. What this server sampled is
 found by what it says (arguments compared as parsed JSON), and its own token ids stand in the next
-prompt: so the prefix is the one in the cache. Conversations form a tree of prefixes; side requests
-under the same identity are branches. Does not know: dialects, rendering, the engine.
+prompt: so the prefix is the one in the cache. Conversations form a tree of prefixes: an answer
+keeps the ids it adds to the one before it, so that a conversation costs memory once, however many
+turns it has, and side requests are branches. Does not know: dialects, rendering, the engine.
+
+Invariant: whoever was built upon was used more lately than what was built on it, so that what was
+not used for longest is always a leaf.
 """
 
 from __future__ import annotations
@@ -13,12 +17,13 @@ import contextlib
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 ChatMessage = Mapping[str, Any]
 MAX_BYTES = 256 << 20
+ANSWER_BYTES = 400  # what an answer costs beside its ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +34,52 @@ class Recalled:
     is_closed: bool  # they end with the end-of-turn token
 
 
+@dataclass(slots=True, kw_only=True)
+class _Answer:
+    """`added`: the ids behind those of the answer before, `before`."""
+
+    added: bytes
+    is_closed: bool
+    before: bytes | None
+    num_built_on: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.added) + ANSWER_BYTES
+
+
 @dataclass(slots=True)
 class Recall:
     """Bounded by bytes; what was not used for longest goes first."""
 
     max_bytes: int = MAX_BYTES
-    _known: OrderedDict[bytes, Recalled] = field(default_factory=OrderedDict)
+    _known: OrderedDict[bytes, _Answer] = field(default_factory=OrderedDict)
     _num_bytes: int = 0
 
-    def put(self, key: bytes, recalled: Recalled) -> None:
-        """Remember a conversation under the last of its `chain_keys`."""
-        self._drop(key)
-        self._known[key] = recalled
-        self._num_bytes += len(recalled.token_ids)
+    @property
+    def num_bytes(self) -> int:
+        """What all that is remembered takes."""
+        return self._num_bytes
+
+    def put(self, keys: Sequence[bytes], recalled: Recalled) -> None:
+        """Remember a conversation by its `chain_keys`, the answer's own the last of them.
+
+        One that is known and was gone on with stays as it is: others are built on its ids.
+        """
+        key = keys[-1]
+        known = self._known.get(key)
+        if known is None or not known.num_built_on:
+            self._drop(key)
+            before = self._start_of(keys[:-1], recalled.token_ids)
+            num_known = len(self._ids(before)) if before is not None else 0
+            answer = _Answer(
+                added=recalled.token_ids[num_known:], is_closed=recalled.is_closed, before=before
+            )
+            self._known[key] = answer
+            self._num_bytes += answer.num_bytes
+            if before is not None:
+                self._known[before].num_built_on += 1
+        self._touch(key)
         while self._num_bytes > self.max_bytes:
             self._drop(next(iter(self._known)))
 
@@ -50,14 +88,40 @@ class Recall:
         for index in range(len(keys) - 1, -1, -1):
             found = self._known.get(keys[index])
             if found is not None:
-                self._known.move_to_end(keys[index])
-                return index + 1, found
+                self._touch(keys[index])
+                ids = self._ids(keys[index])
+                return index + 1, Recalled(token_ids=ids, is_closed=found.is_closed)
         return None
 
+    def _start_of(self, keys: Sequence[bytes], token_ids: bytes) -> bytes | None:
+        """The last known of these conversations whose very ids `token_ids` begins with."""
+        for key in reversed(keys):
+            if key in self._known and token_ids.startswith(self._ids(key)):
+                return key
+        return None
+
+    def _line(self, key: bytes) -> Iterator[bytes]:
+        """An answer's key, and those of all that it was built on."""
+        place: bytes | None = key
+        while place is not None:
+            yield place
+            place = self._known[place].before
+
+    def _ids(self, key: bytes) -> bytes:
+        added = [self._known[place].added for place in self._line(key)]
+        return b"".join(reversed(added))
+
+    def _touch(self, key: bytes) -> None:
+        for place in list(self._line(key)):
+            self._known.move_to_end(place)
+
     def _drop(self, key: bytes) -> None:
+        """Forget a leaf, if it is known."""
         dropped = self._known.pop(key, None)
         if dropped is not None:
-            self._num_bytes -= len(dropped.token_ids)
+            self._num_bytes -= dropped.num_bytes
+            if dropped.before is not None:
+                self._known[dropped.before].num_built_on -= 1
 
 
 def root_key(*parts: str) -> bytes:

@@ -24,6 +24,7 @@ from appliance.cache_report import MODEL_CHANGED, REPORT
 from appliance.config import ApplianceConfig
 from appliance.errors import ApiError
 from appliance.grammars import GrammarCompiler, control_markers
+from appliance.implicit_sessions import ImplicitSessions
 from appliance.metrics import Metrics
 from appliance.observed_store import ObservedStore
 from appliance.prompts import Head, HistoryEnd, PromptRenderer
@@ -83,6 +84,7 @@ class Services:
     owner: str = ""  # this API process among those that share the store; the same after a restart
     responses: ResponseStore = field(default_factory=ResponseStore)
     recall: Recall = field(default_factory=Recall)
+    implicit_sessions: ImplicitSessions = field(default_factory=ImplicitSessions)
     _toolsets: OrderedDict[bytes, ToolSet] = field(default_factory=OrderedDict)
 
     # Models -------------------------------------------------------------------------------

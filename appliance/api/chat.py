@@ -24,7 +24,7 @@ from appliance.api.dialect import (
     new_request_id,
     usage_of,
 )
-from appliance.api.identity import session_headers
+from appliance.api.identity import session_headers, session_name
 from appliance.api.sse import DONE_FRAME, data_frame, event_stream
 from appliance.api.stateless import Ask, grammar_fallbacks, prepare, render_conversation
 from appliance.api.wire import UNSUPPORTED_CHAT, ChatRequest, refuse_unsupported
@@ -49,8 +49,9 @@ async def chat_completions(
     refuse_unsupported(body, UNSUPPORTED_CHAT)
     log_unknown_once(body)
     context.services.check_model(body.model)
-    chat = await _prepare(context, body, caller or DEFAULT_TENANT)
-    headers = session_headers(request, body)
+    name = session_name(request, body)
+    chat = await _prepare(context, body, caller or DEFAULT_TENANT, name)
+    headers = session_headers(name)
     if body.stream:
         return event_stream(chat.frames(), context.services.config.server.heartbeat_s, headers)
     try:
@@ -59,7 +60,7 @@ async def chat_completions(
         return JSONResponse({}, status_code=499)
 
 
-async def _prepare(context: ApiContext, body: ChatRequest, tenant: str) -> _Chat:
+async def _prepare(context: ApiContext, body: ChatRequest, tenant: str, name: str) -> _Chat:
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services
     toolset = services.toolset(body.tools or [])
@@ -84,6 +85,7 @@ async def _prepare(context: ApiContext, body: ChatRequest, tenant: str) -> _Chat
         stop=stop_list(body.stop),
         max_tokens=max_tokens,
         num_logprobs=num_logprobs,
+        name=name,
     )
     run, plan = await prepare(services, body, ask)
     return _Chat(body=body, run=run, plan=plan)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which conversation an agent says a request belongs to, and the header that says it back.
 
-A name for logs and affinity only: side requests (titles, sub-agents) share it, so it decides no
-prefix. Does not know: any dialect's body beyond the fields that carry a name.
+It is the name of an implicit session: side requests (titles, sub-agents) share it, so it decides
+no prefix. Does not know: any dialect's body beyond the fields that carry a name.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ HEADERS = (
 _NAME = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 
-def session_headers(request: Request, body: BaseModel) -> dict[str, str]:
-    """Return the response header with the name; none where the client gave no usable one."""
+def session_name(request: Request, body: BaseModel) -> str:
+    """Return the name the client gives its conversation; "" where it gives no usable one."""
     extra = body.model_extra or {}
     found = [request.headers.get(name) for name in HEADERS]
     for name in (*found, extra.get("prompt_cache_key"), _user_session(extra.get("metadata"))):
         if isinstance(name, str) and _NAME.match(name):
-            return {SESSION_HEADER: name}
-    return {}
+            return name
+    return ""
+
+
+def session_headers(name: str) -> dict[str, str]:
+    """Return the response header that says the name back; none where there is none."""
+    return {SESSION_HEADER: name} if name else {}
 
 
 def _user_session(metadata: Any) -> Any:

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 
 from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
 from appliance.api.dialect import log_ignored_once, log_unknown_once
-from appliance.api.identity import session_headers
+from appliance.api.identity import session_headers, session_name
 from appliance.api.message_blocks import MessageBlocks
 from appliance.api.messages_input import chat_messages_of
 from appliance.api.sse import event_stream, named_frame
@@ -63,8 +63,9 @@ async def messages(
     refuse_unsupported(body, UNSUPPORTED_MESSAGES)
     log_unknown_once(body)
     context.services.check_model(body.model)
-    answer = await _prepare(context, body, caller or DEFAULT_TENANT)
-    headers = session_headers(request, body)
+    name = session_name(request, body)
+    answer = await _prepare(context, body, caller or DEFAULT_TENANT, name)
+    headers = session_headers(name)
     if body.stream:
         heartbeat_s = context.services.config.server.heartbeat_s
         return event_stream(answer.frames(), heartbeat_s, headers, pings=True)
@@ -93,7 +94,7 @@ def _rendered(
     return render_conversation(services, chat, toolset, tenant), toolset
 
 
-async def _prepare(context: ApiContext, body: MessagesRequest, tenant: str) -> _Answer:
+async def _prepare(context: ApiContext, body: MessagesRequest, tenant: str, name: str) -> _Answer:
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services
     conversation, toolset = _rendered(services, body, tenant)
@@ -110,6 +111,7 @@ async def _prepare(context: ApiContext, body: MessagesRequest, tenant: str) -> _
         response_format=_response_format(body),
         stop=_stop_sequences(body),
         max_tokens=body.max_tokens,
+        name=name,
     )
     run, plan = await prepare(services, body, ask)
     return _Answer(body.model, run, plan)

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 
 from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
 from appliance.api.dialect import log_ignored_once, log_unknown_once
-from appliance.api.identity import session_headers
+from appliance.api.identity import session_headers, session_name
 from appliance.api.response_answer import ResponseAnswer
 from appliance.api.responses_input import chat_messages_of
 from appliance.api.sse import event_stream
@@ -41,8 +41,9 @@ async def create_response(
     _check_include(body)
     log_unknown_once(body)
     context.services.check_model(body.model)
-    answer = await _prepare(context, body, caller or DEFAULT_TENANT)
-    headers = session_headers(request, body)
+    name = session_name(request, body)
+    answer = await _prepare(context, body, caller or DEFAULT_TENANT, name)
+    headers = session_headers(name)
     if body.stream:
         return event_stream(answer.frames(), context.services.config.server.heartbeat_s, headers)
     try:
@@ -88,7 +89,9 @@ def _check_include(body: ResponsesRequest) -> None:
             raise ApiError("unsupported_parameter", f"{where}: {wanted!r} is not supported", where)
 
 
-async def _prepare(context: ApiContext, body: ResponsesRequest, tenant: str) -> ResponseAnswer:
+async def _prepare(
+    context: ApiContext, body: ResponsesRequest, tenant: str, name: str
+) -> ResponseAnswer:
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services
     toolset = services.toolset(body.tools or [], skip_unknown=True)
@@ -114,6 +117,7 @@ async def _prepare(context: ApiContext, body: ResponsesRequest, tenant: str) -> 
         stop=(),
         max_tokens=body.max_output_tokens,
         param="input",
+        name=name,
     )
     run, plan = await prepare(services, body, ask)
     return ResponseAnswer(

@@ -15,10 +15,12 @@ from appliance.api.dialect import request_of, sampling_of
 from appliance.api.wire import SamplingFields
 from appliance.generation import Generation
 from appliance.grammars import GrammarQuestion, constrained, spec_of
+from appliance.implicit_sessions import Asked
 from appliance.recall import Recalled, chain_keys, next_key, root_key
 from appliance.services import Services
 from appliance.text_limits import check_can_fit, num_chars
 from engine.text.errors import TemplateRenderError
+from sessions.token_codec import count
 from tools_schema.response_format import ResponseFormat
 from tools_schema.structural_tag import GrammarPlan
 from tools_schema.tool_choice import ToolChoice
@@ -30,15 +32,27 @@ SYSTEM_ROLES = ("system", "developer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A rendered conversation. `key`: what an answer to it is remembered under."""
+    """A rendered conversation.
+
+    keys: its `chain_keys`; an answer to it is remembered under the one that follows them.
+    opening: the one of its first message that is no system's.
+    num_recalled, recalled_tokens: how much of its front is ids of this server.
+    """
 
     prompt: bytes
-    key: bytes
+    keys: tuple[bytes, ...]
+    opening: bytes
+    num_recalled: int = 0
+    recalled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request, read and checked. `param`: the field that holds the conversation."""
+    """One request, read and checked.
+
+    name: what its client calls the conversation, "" where it gave no name.
+    param: the field that holds the conversation.
+    """
 
     request_id: str
     tenant: str
@@ -50,6 +64,7 @@ class Ask:
     max_tokens: int | None
     num_logprobs: int = -1
     param: str = "messages"
+    name: str = ""
 
 
 async def prepare(
@@ -79,12 +94,14 @@ async def prepare(
         grammar=spec_of(plan),
     )
     answer = services.answer_reader(None, ask.toolset, ask.choice, ask.stop, reasoning)
+    asked = _note_request(services, ask)
     run = Generation(
         client=services.client,
         metrics=services.metrics,
         request=request,
         answer=answer,
-        on_end=lambda run: remember(services, run, ask.conversation.key),
+        on_end=lambda run: remember(services, run, ask.conversation.keys),
+        asked=asked,
     )
     return run, plan
 
@@ -116,8 +133,15 @@ def render_conversation(
     check_can_fit(chars, room, services.assets.tokenizer.max_token_bytes, param)
     merged = _merged(messages, SYSTEM_ROLES)
     keys = chain_keys(root_key(tenant, toolset.content_hash), merged)
-    prompt = _continued(services, merged, keys) or _rendered(services, merged, toolset)
-    return Conversation(prompt=prompt, key=keys[-1])
+    is_head = merged[0]["role"] in SYSTEM_ROLES and len(keys) > 1
+    num_known, recalled, prompt = _continued(services, merged, keys)
+    return Conversation(
+        prompt=prompt or _rendered(services, merged, toolset),
+        keys=tuple(keys),
+        opening=keys[1] if is_head else keys[0],
+        num_recalled=num_known,
+        recalled_tokens=recalled,
+    )
 
 
 def _rendered(services: Services, messages: list[ChatMessage], toolset: ToolSet) -> bytes:
@@ -129,22 +153,38 @@ def _rendered(services: Services, messages: list[ChatMessage], toolset: ToolSet)
     return services.renderer.render_chat(_systems_as_users(messages), toolset)
 
 
-def _continued(services: Services, messages: Sequence[ChatMessage], keys: Sequence[bytes]) -> bytes:
-    """The ids of the longest history that was answered here, and the rest rendered; or b""."""
+def _continued(
+    services: Services, messages: Sequence[ChatMessage], keys: Sequence[bytes]
+) -> tuple[int, int, bytes]:
+    """The ids of the longest history that was answered here, and the rest rendered; or b"".
+
+    Before them: how many messages and tokens that history has.
+    """
     found = services.recall.longest(keys[:-1])
     if found is None:
-        return b""
+        return 0, 0, b""
     num_known, recalled = found
     history, new = messages[:num_known], messages[num_known:]
     as_users = [{**m, "role": "user"} if m["role"] in SYSTEM_ROLES else m for m in new]
     for tail in (new, _merged(as_users, ("user",))):
         with contextlib.suppress(TemplateRenderError):
             rest = services.renderer.append_chat(history, tail, recalled.is_closed)
-            return recalled.token_ids + rest
-    return b""
+            return num_known, count(recalled.token_ids), recalled.token_ids + rest
+    return 0, 0, b""
 
 
-def remember(services: Services, run: Generation, key: bytes) -> None:
+def _note_request(services: Services, ask: Ask) -> Asked:
+    """Add the request to the tree of its implicit session."""
+    found = ask.conversation
+    now_ms = services.clock_ms()
+    session = services.implicit_sessions.take(ask.tenant, ask.name, found.opening, now_ms)
+    recalled = (found.num_recalled, found.recalled_tokens)
+    asked = session.ask(ask.request_id, found.keys, now_ms, recalled)
+    asked.input_tokens = count(found.prompt)
+    return asked
+
+
+def remember(services: Services, run: Generation, keys: Sequence[bytes]) -> None:
     """Keep an answer for when its conversation comes back."""
     if run.finish_reason == "length" or run.answer.has_truncated_call:
         return
@@ -156,7 +196,8 @@ def remember(services: Services, run: Generation, key: bytes) -> None:
     kept = run.answer.kept()
     token_ids = run.request.token_ids + kept.token_ids
     services.recall.put(
-        next_key(key, message), Recalled(token_ids=token_ids, is_closed=kept.is_closed)
+        (*keys, next_key(keys[-1], message)),
+        Recalled(token_ids=token_ids, is_closed=kept.is_closed),
     )
 
 

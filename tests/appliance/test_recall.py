@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
+from random import Random
 from typing import Any
 
 import pytest
 
-from appliance.recall import Recall, Recalled, chain_keys, next_key, root_key
+from appliance.recall import ANSWER_BYTES, Recall, Recalled, chain_keys, next_key, root_key
 from sessions.token_codec import decode_ids
 from tests.fakes.appliance import Json, RunningApp, default_assets, ids_of, says
 
@@ -165,11 +166,55 @@ def test_calls_are_compared_as_parsed_json(change: Json, is_same: bool) -> None:
 
 
 def test_recall_is_bounded_and_forgets_what_was_not_used_for_longest() -> None:
-    recall = Recall(max_bytes=8)
+    recall = Recall(max_bytes=2 * ANSWER_BYTES + 8)
     for name in (b"a", b"b"):
-        recall.put(name, Recalled(token_ids=b"1234", is_closed=True))
+        recall.put([name], Recalled(token_ids=b"1234", is_closed=True))
     assert recall.longest([b"a"]) is not None
-    recall.put(b"c", Recalled(token_ids=b"1234", is_closed=True))
+    recall.put([b"c"], Recalled(token_ids=b"1234", is_closed=True))
     assert recall.longest([b"b"]) is None
     found = recall.longest([b"a", b"c", b"z"])
     assert found is not None and found[0] == 2
+
+
+def test_a_long_conversation_is_remembered_once_not_once_a_turn() -> None:
+    recall = Recall()
+    keys, ids = [], b""
+    for turn in range(200):
+        keys += [b"asked%d" % turn, b"said%d" % turn]
+        ids += bytes(400)
+        recall.put(keys, Recalled(token_ids=ids, is_closed=True))
+    assert recall.num_bytes == len(ids) + 200 * ANSWER_BYTES
+    assert recall.longest([*keys, b"new"]) == (400, Recalled(token_ids=ids, is_closed=True))
+
+
+def test_an_answer_whose_prompt_was_rendered_anew_stands_for_itself() -> None:
+    """The same words under other ids: what is built on them keeps the ids it was sampled behind."""
+    recall = Recall()
+    recall.put([b"k1"], Recalled(token_ids=b"aaaa", is_closed=True))
+    recall.put([b"k1", b"k2"], Recalled(token_ids=b"bbbbcccc", is_closed=False))
+    recall.put([b"k1"], Recalled(token_ids=b"bbbb", is_closed=True))
+    found = recall.longest([b"k1", b"k2"])
+    assert found == (2, Recalled(token_ids=b"bbbbcccc", is_closed=False))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_random_tree_is_remembered_as_it_was_put(seed: int) -> None:
+    """Against a plain table of whole conversations, with room for some of them."""
+    random = Random(seed)
+    recall = Recall(max_bytes=40 * ANSWER_BYTES)
+    lines: list[tuple[list[bytes], bytes]] = [([], b"")]
+    whole: dict[bytes, bytes] = {}
+    for step in range(300):
+        keys, ids = random.choice(lines[-30:])
+        keys = [*keys, b"%d" % step]
+        found = recall.longest(keys)
+        if found is not None:
+            assert whole[keys[found[0] - 1]] == found[1].token_ids
+            ids = found[1].token_ids
+        ids += random.randbytes(4 * random.randint(1, 9))
+        recall.put(keys, Recalled(token_ids=ids, is_closed=True))
+        whole[keys[-1]] = ids
+        lines.append((keys, ids))
+        assert recall.num_bytes <= recall.max_bytes
+        newest = recall.longest(keys)
+        assert newest is not None and newest[1].token_ids == ids
