@@ -42,7 +42,7 @@ class AnswerReader:
     """Reads one answer. `parser` None: everything is text.
 
     shown_control: control tokens that the parser reads; the others leave no bytes.
-    closing_ids: ends of turn that stand in a history as another token.
+    closing_ids: ends of turn that stand in a history as another token, or (None) not at all.
     """
 
     tokenizer: Tokenizer
@@ -50,7 +50,7 @@ class AnswerReader:
     parser: StreamParser | None = None
     stop_strings: Sequence[str] = ()
     shown_control: frozenset[int] = frozenset()
-    closing_ids: Mapping[int, int] = field(default_factory=dict)
+    closing_ids: Mapping[int, int | None] = field(default_factory=dict)
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     has_calls: bool = False
     has_truncated_call: bool = False
@@ -128,19 +128,18 @@ class AnswerReader:
         return events
 
     def _kept_all(self) -> KeptTokens:
-        is_closed = bool(self.token_ids) and self.token_ids[-1] in self.eos_ids
-        other_end = self.closing_ids.get(self.token_ids[-1]) if is_closed else None
-        if other_end is not None:
-            head = self.token_ids[:-1]
+        last = self.token_ids[-1] if self.token_ids else -1
+        if last not in self.closing_ids:
             return KeptTokens(
-                token_ids=encode_ids(head) + encode_ids([other_end]),
-                num_sampled=len(head),
-                is_closed=True,
+                token_ids=encode_ids(self.token_ids),
+                num_sampled=len(self.token_ids),
+                is_closed=last in self.eos_ids,
             )
+        end_id, head = self.closing_ids[last], self.token_ids[:-1]
         return KeptTokens(
-            token_ids=encode_ids(self.token_ids),
-            num_sampled=len(self.token_ids),
-            is_closed=is_closed,
+            token_ids=encode_ids(head) + (b"" if end_id is None else encode_ids([end_id])),
+            num_sampled=len(head),
+            is_closed=end_id is not None,
         )
 
     def _kept_part(self, part: WholePart) -> KeptTokens:

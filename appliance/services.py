@@ -267,6 +267,7 @@ class Services:
             parser=parser,
             stop_strings=stop,
             shown_control=self.grammars.markers.token_ids,
+            closing_ids=self.assets.chat_template.ends.replacements(self.assets.eos_ids),
         )
 
     def response_events(self, turn_id: str, toolset: ToolSet) -> ResponseEvents:

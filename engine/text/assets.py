@@ -158,11 +158,11 @@ def _assemble(
 ) -> TextAssets:
     if template is None:
         template = _fallback_template(source, tokenizer)
-    chat_template = ChatTemplate(template, tokenizer, variables)
-    end_id = chat_template.end_token_id
-    if end_id is not None:
-        # A turn must stop at the token its template ends it with, listed as EOS or not.
-        eos_ids = [*eos_ids, end_id]
+    chat_template = ChatTemplate(template, tokenizer, variables, eos_ids)
+    # A turn must stop at the tokens its template ends it with, listed as EOS or not; but one that
+    # only parts the messages of a turn is no end of it.
+    ends = chat_template.ends
+    eos_ids = [*eos_ids, *(i for i in (ends.last, ends.call) if i is not None)]
     token_bytes = tuple(tokenizer.all_token_bytes())
     return TextAssets(
         source=source,

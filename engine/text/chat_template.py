@@ -8,7 +8,7 @@ Does not know: HTTP, sessions, tool schemas; a tool is whatever JSON the templat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -28,6 +28,7 @@ from engine.text.placeholders import (
 )
 from engine.text.template_env import TemplateRefusal, compile_template, variables_of
 from engine.text.tokenizer import Tokenizer
+from engine.text.turn_ends import TurnEnds
 
 
 class ChatTemplate:
@@ -36,10 +37,15 @@ class ChatTemplate:
     Args:
         source: the Jinja text.
         variables: what the template may refer to besides the messages (bos_token, ...).
+        eos_ids: the tokens that the model is known to stop at.
     """
 
     def __init__(
-        self, source: str, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        variables: Mapping[str, Any] | None = None,
+        eos_ids: Collection[int] = (),
     ) -> None:
         """Raises ChatTemplateError where the template does not compile."""
         self.source = source
@@ -53,7 +59,12 @@ class ChatTemplate:
         self._guard_control = Neutraliser(t for t, token in added.items() if not token.is_markup)
         self._sends_string_arguments = self._probe_string_arguments()
         self.supports_tools = self._probe_tools()
-        self.end_token_id = self._probe_end_token()
+        self.ends = self._probe_ends(eos_ids)
+
+    @property
+    def end_token_id(self) -> int | None:
+        """What an answer ends with in a history."""
+        return self.ends.in_history
 
     def render(
         self,
@@ -159,20 +170,21 @@ class ChatTemplate:
 
     def _without_end_token(self, text: str) -> str:
         """What follows the token that ends the turn."""
-        end_text = self._end_text()
-        _, found, rest = text.partition(end_text) if end_text else ("", "", "")
-        return rest if found else text
+        found = self._end_in(text)
+        return text if found is None else text[found[1] :]
 
     def _from_end_token(self, text: str) -> str:
         """The text from the token that ends the turn on, without what a call printed."""
-        end_text = self._end_text()
-        _, found, rest = text.partition(end_text) if end_text else ("", "", "")
-        return found + rest if found else text
+        found = self._end_in(text)
+        return text if found is None else text[found[0] :]
 
-    def _end_text(self) -> str:
-        if self.end_token_id is None:
-            return ""
-        return self._tokenizer.token_bytes(self.end_token_id, with_control=True).decode()
+    def _end_in(self, text: str) -> tuple[int, int] | None:
+        """Where the first token that ends a turn stands in a rendered text."""
+        spelled = [
+            self._tokenizer.token_bytes(i, with_control=True).decode() for i in self.ends.ids
+        ]
+        places = [(text.find(end), end) for end in spelled if end in text]
+        return min(((at, at + len(end)) for at, end in places), default=None)
 
     def _render_guarded(
         self,
@@ -250,15 +262,25 @@ class ChatTemplate:
             return False
         return "qprobetoolq" in text
 
-    def _probe_end_token(self) -> int | None:
-        """The control token behind an assistant's content, if the template has one."""
-        messages = [
-            {"role": "user", "content": USER_MARK},
-            {"role": "assistant", "content": ASSISTANT_MARK},
-        ]
+    def _probe_ends(self, eos_ids: Collection[int]) -> TurnEnds:
+        """The tokens behind an assistant's content and behind its calls, if there are any."""
+        user = {"role": "user", "content": USER_MARK}
+        spoken = {"role": "assistant", "content": ASSISTANT_MARK}
+        control = self._tokenizer.control_ids
+        last = self._first_behind([user, spoken], control)
+        if last is None:
+            return TurnEnds()
+        middle = self._first_behind([user, spoken, user], control)
+        result = {"role": "tool", "content": "q", "name": "f", "tool_call_id": CALL_ID}
+        called = [user, placeholder_call([result], ASSISTANT_MARK), result]
+        ends = frozenset(i for i in (last, middle, *eos_ids) if i is not None)
+        return TurnEnds(last=last, middle=middle, call=self._first_behind(called, ends))
+
+    def _first_behind(self, messages: list[Message], wanted: Collection[int]) -> int | None:
+        """The first of these control tokens behind the assistant's mark."""
         try:
             text = self._render_text(messages=messages, tools=None, add_generation_prompt=False)
             ids = self._tokenizer.encode_with_control(behind(text, ASSISTANT_MARK))
         except TemplateRenderError:
             return None
-        return next((i for i in ids if i in self._tokenizer.control_ids), None)
+        return next((i for i in ids if i in wanted), None)
