@@ -23,7 +23,8 @@ from sessions.compaction import Split, split_history, split_to_fit
 from sessions.errors import UnresolvedToolCalls
 from sessions.items import Item, parse_items
 from sessions.session import Session
-from sessions.turn_log import TurnLog
+from sessions.token_codec import count
+from sessions.turn_log import PendingTurn, TurnLog
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,6 @@ class HistoryRoom:
         settings = session.settings
         if settings.reasoning.history == "drop_before_last_user" and has_user_message(new_input):
             session = await self._reasoning.drop(session)
-        if settings.context.on_overflow == "truncate_oldest" and self._is_over(session):
-            session = await self._truncate(session)
         return session
 
     def can_make(self, session: Session, log: TurnLog, error: ApiError) -> bool:
@@ -87,6 +86,18 @@ class HistoryRoom:
         if error.code != "context_length_exceeded":
             return False
         if session.settings.context.on_overflow == "error":
+            return False
+        return self._split(session, log) is not None
+
+    def is_tight(self, session: Session, log: TurnLog, pending: PendingTurn) -> bool:
+        """Whether a turn would leave the history longer than `compact_at`, and that can be helped.
+
+        A turn that just fits would end at the context's limit after a few tokens.
+        """
+        context = session.settings.context
+        prompt_len = session.num_tokens + count(pending.input_token_ids)
+        is_long = prompt_len > context.compact_at * self._services.context_limit(session)
+        if context.on_overflow == "error" or not is_long:
             return False
         return self._split(session, log) is not None
 

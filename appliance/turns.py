@@ -118,17 +118,19 @@ class TurnService:
         turn_id = waiting.turn_id if waiting is not None else None
         session = await self._room.before_turn(session, ask.body.input)
         log = await self._services.store.read_log(session)
+        pending: PendingTurn | None = None
         try:
             pending = await self._prepare(session, log, ask, now_ms, turn_id)
         except ApiError as error:
             if not self._room.can_make(session, log, error):
                 raise
-            if not self._room.is_quick(session) and waiting is None:
-                return session, log, None
-            session = await self._room.make(session)
-            log = await self._services.store.read_log(session)
-            pending = await self._prepare(session, log, ask, now_ms, turn_id)
-        return session, log, pending
+        if pending is not None and not self._room.is_tight(session, log, pending):
+            return session, log, pending
+        if not self._room.is_quick(session) and waiting is None:
+            return session, log, None
+        session = await self._room.make(session)
+        log = await self._services.store.read_log(session)
+        return session, log, await self._prepare(session, log, ask, now_ms, turn_id)
 
     async def _begin(
         self,

@@ -209,8 +209,10 @@ class FakeEngine:
                 self._send([peer], api.PrefixReply(query_id=message.query_id, cache=hit))
             case api.DropPrefix():
                 ids = unpack_ids(message.token_ids).tolist()
-                kept = [s for s in self._cached.get(message.salt, []) if s[: len(ids)] != ids]
-                self._cached[message.salt] = [*kept, ids[: message.keep_tokens]]
+                for tier in (self._cached, *self._lower.values()):
+                    tier[message.salt] = [
+                        _without(s, ids, message.keep_tokens) for s in tier.get(message.salt, [])
+                    ]
             case api.LeasePrefix():
                 self._send([peer], self._lease(peer, message))
             case api.ReleaseLease():
@@ -466,6 +468,13 @@ class FakeEngine:
             "cached_pages": 0,
             "output_tokens": self._num_tokens,
         }
+
+
+def _without(sequence: list[int], ids: list[int], keep: int) -> list[int]:
+    """What is left of a sequence once `ids` are dropped from `keep` on; what branches off stays."""
+    num_shared = _longest([sequence], ids)
+    is_part = num_shared in (len(sequence), len(ids))
+    return sequence[:keep] if is_part and num_shared > keep else sequence
 
 
 def _longest(sequences: list[list[int]], ids: list[int]) -> int:

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compaction: what goes, what stays to the token, and that nobody has to wait for it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from pathlib import Path
+
+import pytest
+
+from appliance.compaction import SUMMARY_REQUEST
+from appliance.prompts import LEFT_OUT, SUMMARY_OPENING
+from engine.transport import unpack_ids
+from tests.appliance.test_tool_calls import TOOLS, calls_text
+from tests.fakes.appliance import Json, RunningApp, default_assets, ids_of, says, sse_events
+
+LONG = "a rather long question about a part of the repository " * 6
+
+
+def tokens(app: RunningApp, session_id: str) -> list[int]:
+    return list(app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"])
+
+
+def kinds(app: RunningApp, session_id: str) -> list[str]:
+    data = app.get(f"/v1/sessions/{session_id}/items").json()["data"]
+    return [item.get("role") or item["type"] for item in data]
+
+
+def full_render(*messages: tuple[str, str]) -> list[int]:
+    template = default_assets().chat_template
+    return template.render([{"role": role, "content": text} for role, text in messages])
+
+
+def with_turns(app: RunningApp, num: int, **fields: object) -> str:
+    session_id = app.session(instructions="Be brief.", **fields)
+    app.engine.script = says("Hello there.")
+    for number in range(num):
+        app.turn(session_id, f"{LONG}{number}")
+    return session_id
+
+
+def test_the_model_writes_the_summary_and_the_rest_stays_to_the_token(app: RunningApp) -> None:
+    session_id = with_turns(app, 3)
+    before = tokens(app, session_id)
+    app.engine.script = says("They asked twice.")
+    reply = app.post(f"/v1/sessions/{session_id}/compact", {"keep_last_turns": 1})
+    assert reply.status_code == 200, reply.text
+    done = reply.json()
+    asked, warmed = app.engine.requests[-2:]
+    prompt = unpack_ids(asked.token_ids).tolist()
+    text = default_assets().tokenizer.decode(prompt)
+    assert SUMMARY_REQUEST in text and f"{LONG}1" in text and f"{LONG}2" not in text
+    assert before[: len(prompt) - 100] == prompt[: len(prompt) - 100]
+    after = tokens(app, session_id)
+    # What a full render of the shorter conversation gives, but for the end it leaves open.
+    whole = full_render(
+        ("system", "Be brief."),
+        ("user", SUMMARY_OPENING + "They asked twice."),
+        ("user", f"{LONG}2"),
+        ("assistant", "Hello there."),
+    )
+    assert after == whole[: len(after)] and len(whole) - len(after) <= 1
+    num_kept = done["kept_tokens"]
+    assert after[-num_kept:] == before[-num_kept:] and num_kept > 50
+    assert unpack_ids(warmed.token_ids).tolist() == after
+    assert done["num_tokens"] == len(after) and done["num_tokens_before"] == len(before)
+    assert (done["revision"], done["replaced_items"], done["kept_turns"]) == (4, 4, 1)
+    assert done["items"][0]["type"] == "compaction"
+    assert kinds(app, session_id) == ["compaction", "user", "assistant"]
+    item = app.get(f"/v1/sessions/{session_id}/items").json()["data"][0]
+    assert (item["summary"], item["num_replaced"]) == ("They asked twice.", 4)
+    turn = app.turn(session_id, "next")
+    assert turn["cache"]["miss"] is None and turn["x_cache"]["l1"] >= len(after) - 1
+
+
+def test_the_branch_that_was_replaced_is_released(app: RunningApp) -> None:
+    app.engine.drop_cache()
+    session_id = with_turns(app, 2)
+    before = tokens(app, session_id)
+    head = len(full_render(("system", "Be brief.")))
+    assert app.engine._hit(before, "", len(before)).l1 == len(before) - 1
+    app.post(f"/v1/sessions/{session_id}/compact", {})
+    deadline = time.monotonic() + 5
+    while (hit := app.engine._hit(before, "", len(before)).l1) > head + 8:
+        assert time.monotonic() < deadline, hit
+        time.sleep(0.01)
+
+
+def test_without_warming_the_next_turn_says_what_it_computed_again(app: RunningApp) -> None:
+    session_id = with_turns(app, 2)
+    num_requests = len(app.engine.requests)
+    reply = app.post(f"/v1/sessions/{session_id}/compact", {"warm": False})
+    assert reply.json()["prefill"] is None
+    assert len(app.engine.requests) == num_requests + 1
+    assert app.turn(session_id, "x")["cache"]["miss"]["reason"] == "compacted"
+    assert app.turn(session_id, "y")["cache"]["miss"] is None
+
+
+def test_items_of_the_client_take_the_place_of_the_old_ones(app: RunningApp) -> None:
+    session_id = with_turns(app, 3)
+    num_requests = len(app.engine.requests)
+    items: list[Json] = [
+        {"role": "user", "content": "We did this and that."},
+        {"role": "assistant", "content": "Right."},
+    ]
+    body = {"mode": "items", "summary_items": items, "keep_last_turns": 2}
+    reply = app.post(f"/v1/sessions/{session_id}/compact", body)
+    assert reply.status_code == 200, reply.text
+    assert len(app.engine.requests) == num_requests + 1  # the prefill: no summary was sampled
+    assert kinds(app, session_id) == ["user", "assistant"] * 3
+    after = tokens(app, session_id)
+    whole = full_render(
+        ("system", "Be brief."),
+        ("user", "We did this and that."),
+        ("assistant", "Right."),
+        ("user", f"{LONG}1"),
+        ("assistant", "Hello there."),
+        ("user", f"{LONG}2"),
+        ("assistant", "Hello there."),
+    )
+    assert after == whole[: len(after)] and len(whole) - len(after) <= 1
+
+
+def test_in_a_tool_loop_a_kept_result_keeps_its_call(app: RunningApp) -> None:
+    app.engine.script = says(calls_text(("ls", '{"path": "src"}')))
+    session_id = app.session(tools=TOOLS)
+    turn = app.turn(session_id, LONG)
+    for number in range(2):
+        (call,) = (item for item in turn["output"] if item["type"] == "function_call")
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": f"r{number}"}
+        if number:
+            app.engine.script = says("All done.")
+        turn = app.turn(session_id, [output])
+    before = tokens(app, session_id)
+    app.engine.script = says("They want src listed.")
+    body = {"keep_last_turns": 1}
+    assert app.post(f"/v1/sessions/{session_id}/compact", body).status_code == 200
+    assert kinds(app, session_id) == [
+        "compaction", "function_call", "function_call_output", "assistant"
+    ]  # fmt: skip
+    after = tokens(app, session_id)
+    (prompt,) = [r for r in app.engine.requests[-2:] if SUMMARY_REQUEST in text_of(r.token_ids)]
+    assert "r0" in text_of(prompt.token_ids) and "r1" not in text_of(prompt.token_ids)
+    opening = default_assets().chat_template.render_append(
+        ("user",), [], add_generation_prompt=True
+    )
+    call_ids = ids_of(calls_text(("ls", '{"path": "src"}')))
+    start = next(
+        i for i in range(len(after)) if after[i : i + len(call_ids)] == call_ids
+    )
+    assert after[start - len(opening) : start] == opening
+    num_kept = len(after) - start + len(opening)
+    assert after[-num_kept:] == before[-num_kept:]
+    app.engine.script = says("Yes.")
+    assert app.turn(session_id, "Anything else?")["status"] == "completed"
+
+
+def text_of(token_ids: bytes) -> str:
+    return default_assets().tokenizer.decode(unpack_ids(token_ids).tolist())
+
+
+def test_calls_that_wait_for_their_results_are_kept(app: RunningApp) -> None:
+    app.engine.script = says("fine", calls_text(("ls", '{"path": "a"}')), "short")
+    session_id = app.session(tools=TOOLS)
+    app.turn(session_id, LONG)
+    turn = app.turn(session_id, LONG)
+    call_id = turn["output"][0]["call_id"]
+    assert app.post(f"/v1/sessions/{session_id}/compact", {"keep_last_turns": 0}).json()["status"]
+    session = app.get(f"/v1/sessions/{session_id}").json()
+    assert session["status"] == "requires_action"
+    assert [c["call_id"] for c in session["open_calls"]] == [call_id]
+    output = {"type": "function_call_output", "call_id": call_id, "output": "x"}
+    assert app.turn(session_id, [output])["status"] == "completed"
+
+
+def test_a_turn_that_comes_meanwhile_is_kept_and_waits_for_nobody(app: RunningApp) -> None:
+    session_id = with_turns(app, 2)
+    app.engine.tokens_per_s = 40.0
+    app.engine.script = says("a summary of some words that takes its time to write down")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        compaction = pool.submit(app.post, f"/v1/sessions/{session_id}/compact", {})
+        while not any(SUMMARY_REQUEST in text_of(r.token_ids) for r in app.engine.requests[-1:]):
+            time.sleep(0.01)
+        app.engine.script = says("quick")
+        turn = app.turn(session_id, "in between")
+        assert turn["status"] == "completed"
+        done = compaction.result().json()
+    assert done["status"] == "completed", done
+    assert kinds(app, session_id) == ["compaction"] + ["user", "assistant"] * 2
+    last = app.get(f"/v1/sessions/{session_id}/items").json()["data"][-1]
+    assert last["content"][0]["text"] == "quick"
+    assert done["revision"] == turn["revision"] + 1
+
+
+def test_a_history_that_is_changed_meanwhile_is_not_compacted(app: RunningApp) -> None:
+    session_id = with_turns(app, 3)
+    first = app.get(f"/v1/sessions/{session_id}/turns").json()["data"][0]["id"]
+    app.engine.tokens_per_s = 40.0
+    app.engine.script = says("a summary of some words that takes its time to write down")
+    num_before = len(app.engine.requests)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        compaction = pool.submit(app.post, f"/v1/sessions/{session_id}/compact", {})
+        while len(app.engine.requests) == num_before:
+            time.sleep(0.01)
+        again = app.post(f"/v1/sessions/{session_id}/compact", {})
+        assert app.error(again)[:2] == (409, "compaction_in_progress")
+        app.post(f"/v1/sessions/{session_id}/rollback", {"to": first})
+        assert app.error(compaction.result())[:2] == (409, "version_conflict")
+    assert kinds(app, session_id) == ["user", "assistant"]
+    app.engine.tokens_per_s = 0.0
+    assert app.turn(session_id, "go on")["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"keep_last_turns": 9}, "nothing_to_compact", "keep_last_turns"),
+        ({"keep_last_turns": -1}, "invalid_value", "keep_last_turns"),
+        ({"mode": "shorter"}, "invalid_value", "mode"),
+        ({"mode": "items"}, "missing_field", "summary_items"),
+        ({"summary_items": "x"}, "invalid_value", "summary_items"),
+        ({"mode": "items", "summary_items": [{"type": "function_call", "call_id": "c",
+          "name": "f", "arguments": "{}"}]}, "unresolved_tool_calls", "summary_items"),
+        ({"mode": "items", "summary_items": LONG * 20}, "compaction_failed", None),
+        ({"turns": 1}, "unknown_field", "turns"),
+    ],
+)  # fmt: skip
+def test_a_bad_compaction_changes_nothing(
+    app: RunningApp, body: Json, code: str, param: str | None
+) -> None:
+    session_id = with_turns(app, 2)
+    before = tokens(app, session_id)
+    reply = app.post(f"/v1/sessions/{session_id}/compact", body)
+    assert app.error(reply)[1:] == (code, param), reply.text
+    assert tokens(app, session_id) == before
+
+
+def test_a_summary_that_is_empty_leaves_the_session_as_it_was(app: RunningApp) -> None:
+    session_id = with_turns(app, 2)
+    before = tokens(app, session_id)
+    app.engine.script = lambda request: [app.engine.eos_id]
+    reply = app.post(f"/v1/sessions/{session_id}/compact", {})
+    assert app.error(reply)[:2] == (422, "compaction_failed")
+    assert tokens(app, session_id) == before
+
+
+# Overflow -------------------------------------------------------------------------------------
+
+
+def test_the_oldest_turns_are_left_out_where_a_session_asks_for_that(app: RunningApp) -> None:
+    context = {"max_tokens": 400, "on_overflow": "truncate_oldest"}
+    session_id = app.session(instructions="Be brief.", context=context)
+    app.engine.script = says("Hello there.")
+    for number in range(8):
+        turn = app.turn(session_id, f"{LONG}{number}", max_output_tokens=16)
+        assert turn["status"] == "completed"
+        assert app.get(f"/v1/sessions/{session_id}").json()["num_tokens"] < 400
+    items = app.get(f"/v1/sessions/{session_id}/items").json()["data"]
+    assert items[0]["type"] == "compaction" and items[0]["summary"] == ""
+    assert items[0]["num_replaced"] > 0
+    text = default_assets().tokenizer.decode(tokens(app, session_id))
+    assert LEFT_OUT in text and f"{LONG}7" in text and f"{LONG}1" not in text
+    assert "Be brief." in text
+
+
+def test_a_turn_that_does_not_fit_waits_for_the_summary_and_then_runs(app: RunningApp) -> None:
+    context = {"max_tokens": 400, "on_overflow": "compact", "compact_at": 1.0}
+    session_id = app.session(instructions="Be brief.", context=context)
+    app.engine.script = says("Hello there.")
+    num_summaries, num_before = 0, len(app.engine.requests)
+    for number in range(8):
+        events = app.stream(session_id, f"{LONG}{number}", max_output_tokens=16)
+        assert events[-1]["type"] == "turn.completed", events[-1]
+        assert events[0]["turn"]["status"] in ("queued", "running")
+        num_summaries += events[0]["turn"]["status"] == "queued"
+    assert num_summaries >= 2
+    assert kinds(app, session_id)[0] == "compaction"
+    sent = app.engine.requests[num_before:]
+    asked = [r for r in sent if SUMMARY_REQUEST in text_of(r.token_ids)]
+    assert len(asked) == num_summaries
+
+
+def test_a_long_history_is_compacted_beside_its_turns(app: RunningApp) -> None:
+    context = {"max_tokens": 400, "on_overflow": "compact", "compact_at": 0.5, "compact_to": 0.3}
+    session_id = app.session(instructions="Be brief.", context=context)
+    app.engine.script = says("Hello there.")
+    for number in range(4):
+        app.turn(session_id, f"{LONG}{number}")
+    deadline = time.monotonic() + 5
+    while app.get(f"/v1/sessions/{session_id}").json()["num_tokens"] > 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert kinds(app, session_id)[0] == "compaction"
+
+
+def test_what_no_compaction_can_make_room_for_is_refused(app: RunningApp) -> None:
+    for policy in ("error", "compact", "truncate_oldest"):
+        session_id = app.session(context={"max_tokens": 300, "on_overflow": policy})
+        reply = app.post(f"/v1/sessions/{session_id}/turns", {"input": LONG * 8})
+        assert app.error(reply)[:2] == (400, "context_length_exceeded"), policy
+        assert app.turn(session_id, "short")["status"] == "completed"
+
+
+def test_events_tell_of_a_compaction(tmp_path: Path) -> None:
+    with RunningApp(tmp_path, says("Hello there.")) as app:
+        session_id = with_turns(app, 2)
+        with app.http.stream("GET", f"/v1/sessions/{session_id}/events") as reply:
+            events = sse_events(reply)
+            next(events)
+            app.post(f"/v1/sessions/{session_id}/compact", {})
+            seen = []
+            for event in events:
+                seen.append(event["type"])
+                if event["type"] == "session.compacted":
+                    break
+        assert "session.compaction_started" in seen and "session.history_replaced" in seen
