@@ -72,7 +72,7 @@ class _Process:
     started_s: float = 0.0
     start_at_s: float | None = None
     deaths_in_row: int = 0
-    restarts: int = 0
+    starts: int = 0
 
     def note_death(self, now_s: float) -> float:
         """How long to wait before it is started again."""
@@ -136,7 +136,7 @@ class MooncakeChildren:
     @property
     def restarts(self) -> dict[str, int]:
         ours = (self._owner,) if self.settings.master else (self._master, self._owner)
-        return {child.name: child.restarts for child in ours}
+        return {child.name: max(0, child.starts - 1) for child in ours}
 
     @property
     def master_address(self) -> str:
@@ -193,8 +193,9 @@ class MooncakeChildren:
                 logger.warning("%s cannot be started: %s", child.name, error.strerror)
             child.start_at_s = now_s + child.note_death(now_s)
             return
-        child.restarts += child.started_s > 0
+        child.starts += 1
         child.started_s, child.start_at_s = now_s, None
+        self._write_endpoints()
 
     def _choose_ports(self, *names: str) -> None:
         for name in names:
@@ -210,6 +211,7 @@ class MooncakeChildren:
             "metrics": "" if settings.master else f"{LOOPBACK}:{self._ports.get('metrics', 0)}",
             "capacity_bytes": settings.segment_bytes + disk_bytes,
             "has_disk": bool(settings.ssd_dir),
+            "starts": self._owner.starts,
         }
         path = self.run_dir / ENDPOINTS_FILE
         temporary = path.with_suffix(".new")

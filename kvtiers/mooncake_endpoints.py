@@ -3,7 +3,8 @@
 
 Does not know: who starts them, the store. The file is one JSON object: `owner` and `master` are
 host:port, `metrics` is the master's HTTP address or "", `capacity_bytes` is what the owner's
-memory segment (and disk tier) hold, `has_disk` whether there is a disk tier.
+memory segment (and disk tier) hold, `has_disk` whether there is a disk tier, `starts` how often
+the owner was started: one that is new knows no shared memory of the one before.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class MooncakeEndpoints:
     metrics: str = ""
     capacity_bytes: int = 0
     has_disk: bool = False
+    starts: int = 0
 
 
 def read_endpoints(path: Path) -> MooncakeEndpoints:

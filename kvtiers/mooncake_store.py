@@ -36,9 +36,10 @@ from kvtiers.store import (
 )
 
 NOT_FOUND = -704
-# Answers of a library that works: no space, wrong length, and an object that is not ready, not
-# there, there already, in use, or whose lease ran out under a read. Anything else is a failure.
-WORKING_CODES = frozenset((-200, -600, -703, NOT_FOUND, -705, -706, -707))
+OTHER_LENGTH = -600
+# Answers of a library that works: no space, and an object that is not ready, not there, there
+# already, in use, or whose lease ran out under a read. Anything else is a failure.
+WORKING_CODES = frozenset((-200, -703, NOT_FOUND, -705, -706, -707))
 RETRY_S = 1.0
 FLUSH_POLL_S = 0.2
 
@@ -203,18 +204,18 @@ class MooncakeStore:
                     self._reason = str(error)
             return self._client
 
-    def _leave_if_moved(self) -> None:
-        """After a failure: an owner that listens elsewhere by now needs a new connection.
+    def _leave_old_owner(self) -> None:
+        """After a failure: an owner that was started again needs a new connection.
 
-        One that came back where it was is found again by the library itself.
+        The library finds it again by itself, but not always with the shared memory.
         """
         with self._connecting:
             try:
-                has_moved = read_endpoints(self._path).owner != self._endpoints.owner
+                is_new = read_endpoints(self._path) != self._endpoints
             except OSError:
                 return
-            if has_moved and self._client is not None:
-                self._drop_client("the owner moved")
+            if is_new and self._client is not None:
+                self._drop_client("the owner was started again")
 
     def _drop_client(self, reason: str) -> None:
         client, self._client = self._client, None
@@ -223,14 +224,15 @@ class MooncakeStore:
         if client is not None:
             client.close()
 
-    def _ask(self, call: Callable[[], list[int]]) -> list[int]:
+    def _ask(self, call: Callable[[], list[int]], allowed: int = 0) -> list[int]:
         """The codes a call answers, none where it does not; failures are counted."""
         try:
             codes = call()
         except CallNotDoneError as error:
             problem, codes = str(error), []
         else:
-            wrong = [code for code in codes if code < 0 and code not in WORKING_CODES]
+            fine = WORKING_CODES | {allowed}
+            wrong = [code for code in codes if code < 0 and code not in fine]
             problem = f"the library answered {wrong[0]}" if wrong else ""
             if not codes:
                 problem = "the library answered nothing"
@@ -239,7 +241,7 @@ class MooncakeStore:
         self._reason = problem
         if problem:
             self._count(failures=1)
-            self._leave_if_moved()
+            self._leave_old_owner()
         return codes
 
     # Moving pages
@@ -277,7 +279,8 @@ class MooncakeStore:
         while waiting:
             buffers = [views[first[key]] for key in waiting]
             timeout_s = self._limits.of(sum(map(len, buffers)))
-            lengths = self._ask(partial(client.get, waiting, buffers, timeout_s))
+            # An object longer than its buffer is a miss; a put that answers so has lost its memory.
+            lengths = self._ask(partial(client.get, waiting, buffers, timeout_s), OTHER_LENGTH)
             if not lengths:
                 break
             for key, buffer, length in zip(waiting, buffers, lengths, strict=False):

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's processes killed, stopped, restarted, full: misses in time, and back by itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtiers.breaker import BreakerLimits, BreakerState, BreakerStore
+from kvtiers.mooncake_store import MooncakeLimits, MooncakeStore
+from kvtiers.objects import HEADER_BYTES, object_bytes, seal
+from kvtiers.store import StoreState
+from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
+from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES, blank, chain, page, pages, read
+
+KEYS = chain("a", 8)
+MIB = 1 << 20
+SOON = BreakerLimits(failures=2, first_pause_s=0.3, max_pause_s=0.6)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMachine]:
+    require_mooncake()
+    machine = MooncakeMachine(tmp_path_factory.mktemp("mooncake"))
+    yield machine
+    machine.close()
+
+
+@pytest.fixture
+def guarded(machine: MooncakeMachine) -> Iterator[BreakerStore]:
+    store = BreakerStore(machine.open(), LAYOUT, SOON)
+    machine.wait(lambda: _is_closed(store))
+    yield store
+    store.close()
+
+
+def _is_closed(store: BreakerStore) -> bool:
+    return store.state is BreakerState.CLOSED
+
+
+def _comes_back(machine: MooncakeMachine, store: BreakerStore) -> None:
+    """The breaker closes by itself, and what is put then is read."""
+    machine.wait(lambda: _is_closed(store) and store.put(KEYS, pages(KEYS)) == [True] * 8)
+    assert read(store, KEYS) == [True] * 8
+
+
+def _fails_in_time(call: Callable[[], object]) -> None:
+    """Two calls that fail take no longer than their deadlines, with room for a busy machine."""
+    start_s = time.monotonic()
+    call()
+    call()
+    assert time.monotonic() - start_s < 12
+
+
+def test_an_owner_killed_is_cut_off_and_comes_back_with_its_master(
+    machine: MooncakeMachine, guarded: BreakerStore
+) -> None:
+    assert guarded.put(KEYS, pages(KEYS)) == [True] * 8
+    before = machine.children.pids
+    os.kill(before["mooncake_client"], signal.SIGKILL)
+    _fails_in_time(lambda: read(guarded, KEYS))
+    machine.wait(lambda: guarded.status().state is not StoreState.UP)
+    _comes_back(machine, guarded)
+    after = machine.children.pids
+    assert after["mooncake_client"] != before["mooncake_client"]
+    assert after["mooncake_master"] != before["mooncake_master"]
+    assert guarded.status().counters["trips"] == 1
+
+
+def test_a_master_killed_is_restarted_alone(
+    machine: MooncakeMachine, guarded: BreakerStore
+) -> None:
+    before = machine.children.pids
+    os.kill(before["mooncake_master"], signal.SIGKILL)
+    _fails_in_time(lambda: guarded.put(chain("b", 2), pages(chain("b", 2))))
+    _comes_back(machine, guarded)
+    after = machine.children.pids
+    assert after["mooncake_client"] == before["mooncake_client"]
+    assert after["mooncake_master"] != before["mooncake_master"]
+
+
+@pytest.mark.parametrize("name", ["mooncake_master", "mooncake_client"])
+def test_a_process_stopped_costs_misses_until_it_goes_on(
+    machine: MooncakeMachine, guarded: BreakerStore, name: str
+) -> None:
+    assert guarded.put(KEYS, pages(KEYS)) == [True] * 8
+    os.kill(machine.children.pids[name], signal.SIGSTOP)
+    try:
+        into = blank(8)
+        _fails_in_time(lambda: guarded.get(chain("c", 8), into))
+        assert into == blank(8)
+        assert guarded.status().state is not StoreState.UP
+        assert read(guarded, KEYS) == [False] * 8, "cut off: no waiting at all"
+    finally:
+        os.kill(machine.children.pids[name], signal.SIGCONT)
+    _comes_back(machine, guarded)
+
+
+def test_a_writer_that_dies_takes_nothing_with_it(machine: MooncakeMachine) -> None:
+    first = machine.open()
+    first.put(KEYS, pages(KEYS))
+    first.close()
+    second = machine.open()
+    assert read(second, KEYS) == [True] * 8
+    second.remove(KEYS)
+
+
+def test_two_writers_of_one_key_leave_one_whole_object(machine: MooncakeMachine) -> None:
+    first, second = machine.shared(), machine.open()
+    (key,) = chain("w", 1)
+    assert first.put([key], [page(key)]) == [True]
+    assert second.put([key], [page(key, seed=1)]) == [True]
+    assert read(first, [key]) == read(second, [key]) == [True]
+    second.close()
+    first.remove([key])
+
+
+def test_an_object_of_another_length_under_the_key_is_a_miss(machine: MooncakeMachine) -> None:
+    store = machine.shared()
+    (key,) = chain("l", 1)
+    assert store.put([key], [page(key, 5000)]) == [True]
+    assert read(store, [key]) == [False]
+    assert store.get([key], blank(1, 4000)) == [False]
+    assert read(store, [key], 5000) == [True]
+    store.remove([key])
+
+
+def test_a_full_store_refuses_and_goes_on(machine: MooncakeMachine) -> None:
+    """Half as much again as fits, at once: pages refused or evicted, none wrong, no failure."""
+    size = MIB - HEADER_BYTES
+    store = machine.open(size, MooncakeLimits(ring_bytes=16 * MIB, batch=8))
+    prefixes = [chain(f"f{number}", 8) for number in range(12)]
+    for keys in prefixes:
+        kept = store.put(keys, pages(keys, size))
+        assert kept == sorted(kept, reverse=True), "no page behind a refused one"
+    hits = [sum(read(store, keys, size)) for keys in prefixes]
+    assert 16 <= sum(hits) < 96
+    status = store.status()
+    assert (status.state, status.counters["failures"]) == (StoreState.UP, 0)
+    assert status.used_bytes <= status.capacity_bytes
+    for keys in prefixes:
+        store.remove(keys)
+    store.close()
+
+
+def test_an_object_larger_than_a_slot_is_refused_not_truncated(machine: MooncakeMachine) -> None:
+    store = machine.shared()
+    (key,) = chain("big", 1)
+    assert store.put([key], [page(key, PAGE_BYTES + 1)]) == [False]
+    assert store.get([key], blank(1, PAGE_BYTES + 1)) == [False]
+
+
+def test_a_store_without_processes_is_down_with_the_reason(tmp_path: Path) -> None:
+    require_mooncake()
+    endpoints = tmp_path / "mooncake.json"
+    store = MooncakeStore(endpoints, LAYOUT, object_bytes(PAGE_BYTES))
+    assert (store.status().state, str(endpoints) in store.status().reason) == ("down", True)
+    assert store.put(KEYS, pages(KEYS)) == [False] * 8
+    assert read(store, KEYS) == [False] * 8
+    assert store.probe(KEYS) == store.remove(KEYS) == 0
+    assert not store.flush(0.1)
+    store.close()
+    endpoints.write_text('{"owner": "127.0.0.1:1"}')
+    store = MooncakeStore(endpoints, LAYOUT, object_bytes(PAGE_BYTES))
+    assert "nobody listens on 127.0.0.1:1" in store.status().reason
+    store.close()
+    endpoints.write_text("not json")
+    store = MooncakeStore(endpoints, LAYOUT, object_bytes(PAGE_BYTES))
+    assert store.status().state is StoreState.DOWN
+    store.close()
+
+
+def test_pages_on_the_disk_tier_outlive_kill_9_of_everything(tmp_path: Path) -> None:
+    require_mooncake()
+    size = 200_000
+    settings = {"ssd_dir": str(tmp_path / "ssd"), "ssd_quota_bytes": 256 << 20}
+    machine = MooncakeMachine(tmp_path / "run", **settings)
+    try:
+        store = machine.open(size)
+        prefixes = [chain(f"d{number}", 10) for number in range(4)]
+        for keys in prefixes:
+            assert store.put(keys, pages(keys, size)) == [True] * 10
+        assert store.flush(20.0)
+        for pid in machine.children.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        store.close()
+        machine.wait(lambda: len(machine.children.pids) < 2)
+        machine.wait(lambda: len(machine.children.pids) == 2)
+        again = machine.open(size)
+        machine.wait(lambda: again.probe(prefixes[-1]) == 10)
+        assert [read(again, keys, size) for keys in prefixes] == [[True] * 10] * 4
+    finally:
+        machine.close()
+
+
+def test_a_bit_flipped_in_a_stored_object_is_a_miss_and_then_repaired(
+    machine: MooncakeMachine,
+) -> None:
+    store = machine.shared()
+    (key,) = chain("flip", 1)
+    blob = page(key)
+    blob[HEADER_BYTES + 5] ^= 1  # under a header that still holds: as memory that went bad
+    assert store.put([key], [blob]) == [True]
+    assert read(store, [key]) == [False]
+    assert store.put([key], [page(key)]) == [True]
+    assert read(store, [key]) == [True]
+    store.remove([key])
+
+
+def test_an_object_of_another_layout_under_the_key_is_a_miss(machine: MooncakeMachine) -> None:
+    store = machine.shared()
+    other = MooncakeStore(
+        machine.children.run_dir / "mooncake.json", LAYOUT[::-1], object_bytes(PAGE_BYTES)
+    )
+    (key,) = chain("lay", 1)
+    blob = page(key)
+    seal(blob, key, LAYOUT[::-1])
+    assert other.put([key], [blob]) == [True]
+    other.close()
+    assert read(store, [key]) == [False]
