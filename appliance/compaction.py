@@ -29,7 +29,7 @@ from sessions.history import replace_history
 from sessions.ids import new_id
 from sessions.items import Compaction, InputText, Item, Message
 from sessions.session import Session, items_record
-from sessions.token_codec import count
+from sessions.token_codec import count, encode_ids
 from sessions.turn_log import COMPACTION, Record, TurnLog
 from tools_schema.tool_choice import NO_TOOLS
 from tools_schema.tool_spec import ToolSet
@@ -120,6 +120,11 @@ class Compactor:
         )
         async for _ in generation.steps():
             pass
+        # Nobody will ever stand on the request and its answer.
+        written = prompt + encode_ids(generation.answer.token_ids)
+        await services.client.drop_prefix(
+            written, split.replaced_log.num_tokens, salt=services.salt_of(session.tenant)
+        )
         text = "".join(generation.text).strip()
         if not text:
             raise ApiError("compaction_failed", "the model wrote no summary")

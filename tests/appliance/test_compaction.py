@@ -128,7 +128,8 @@ def test_in_a_tool_loop_a_kept_result_keeps_its_call(app: RunningApp) -> None:
     turn = app.turn(session_id, LONG)
     for number in range(2):
         (call,) = (item for item in turn["output"] if item["type"] == "function_call")
-        output = {"type": "function_call_output", "call_id": call["call_id"], "output": f"r{number}"}
+        output: Json = {"type": "function_call_output", "call_id": call["call_id"]}
+        output["output"] = f"r{number}"
         if number:
             app.engine.script = says("All done.")
         turn = app.turn(session_id, [output])
@@ -146,9 +147,7 @@ def test_in_a_tool_loop_a_kept_result_keeps_its_call(app: RunningApp) -> None:
         ("user",), [], add_generation_prompt=True
     )
     call_ids = ids_of(calls_text(("ls", '{"path": "src"}')))
-    start = next(
-        i for i in range(len(after)) if after[i : i + len(call_ids)] == call_ids
-    )
+    start = next(i for i in range(len(after)) if after[i : i + len(call_ids)] == call_ids)
     assert after[start - len(opening) : start] == opening
     num_kept = len(after) - start + len(opening)
     assert after[-num_kept:] == before[-num_kept:]
