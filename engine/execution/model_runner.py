@@ -194,7 +194,7 @@ def _device_runner(
         loaded.model,
         DevicePool(layout, num_pages + 1, loaded.device),
         max_slots=config.max_slots,
-        max_tokens=config.token_budget,
+        max_tokens=config.tokens_per_step(loaded.device.type),
         max_context_len=loaded.max_context_len,
         model_fingerprint=_fingerprint(loaded, layout),
         eager=config.eager or not is_capturable,

@@ -49,7 +49,7 @@ def build_scheduler(
         num_pages=runner.num_pages,
         max_slots=config.max_slots,
         max_context_len=runner.max_context_len,
-        token_budget=config.token_budget,
+        token_budget=config.tokens_per_step(runner.next_input_ids.device.type),
         model_fingerprint=runner.model_fingerprint,
         num_l2_pages=num_l2_pages,
         use_l3=use_l3,

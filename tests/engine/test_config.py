@@ -90,3 +90,10 @@ def test_every_setting_is_documented_where_it_is_declared() -> None:
                 continue
             place = next(i for i, line in enumerate(lines) if line.startswith(f"    {item.name}: "))
             assert lines[place + 1].strip().startswith('"""'), item.name
+
+
+def test_a_step_holds_as_many_tokens_as_configured_or_as_suits_the_device() -> None:
+    assert EngineConfig(token_budget=100).tokens_per_step("cuda") == 100
+    assert EngineConfig().tokens_per_step("cpu") == 512
+    assert EngineConfig().tokens_per_step("cuda") == 4096
+    assert EngineConfig(max_slots=1000).tokens_per_step("cpu") == 1000
