@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from appliance.children import MooncakeChildren, MooncakeSettings
 from appliance.config import ApplianceConfig, write_resolved
 from appliance.process_spawn import (
     SUPERVISED_SIGNALS,
@@ -117,6 +118,7 @@ class Supervisor:
     engine_module: str = "engine.process"
     _listener: socket.socket | None = None
     _children: list[Child] = field(default_factory=list)
+    _mooncake: MooncakeChildren | None = None
     _ready: bool = False
     _started_s: float = 0.0
 
@@ -157,6 +159,7 @@ class Supervisor:
         key_path.touch(mode=0o600)
         key_path.write_text(secrets.token_urlsafe(24))
         self._started_s = time.monotonic()
+        self._start_mooncake()
         fd = self._listener.fileno()
         engine_path = server.run_dir / ENGINE_CONFIG_FILE
         engine_path.write_bytes(self.config.engine.to_json())
@@ -175,6 +178,22 @@ class Supervisor:
             child.start()
         self._write_state()
 
+    def _start_mooncake(self) -> None:
+        """Mooncake's processes, where pages are kept there; serving does without them as well."""
+        tiers = self.config.engine.tiers
+        if tiers.l3 != "mooncake":
+            return
+        settings = MooncakeSettings(
+            master=tiers.mooncake_master,
+            protocol=tiers.mooncake_protocol,
+            device=tiers.mooncake_device,
+            segment_bytes=tiers.mooncake_segment_bytes,
+            ssd_dir=tiers.mooncake_ssd_dir,
+            ssd_quota_bytes=tiers.mooncake_ssd_quota_bytes,
+        )
+        self._mooncake = MooncakeChildren(settings, Path(self.config.engine.run_dir))
+        self._mooncake.start()
+
     def _watch(self) -> int:
         while True:
             received = signal.sigtimedwait(SUPERVISED_SIGNALS, POLL_S)
@@ -184,6 +203,8 @@ class Supervisor:
             for child in self._children:
                 if not self._keep_up(child):
                     return 1
+            if self._mooncake is not None:
+                self._mooncake.watch()
             if not self._ready and self._answers_ready():
                 self._ready = True
                 took_s = time.monotonic() - self._started_s
@@ -237,11 +258,16 @@ class Supervisor:
             connection.close()
 
     def _write_state(self) -> None:
+        mooncake = self._mooncake.pids if self._mooncake is not None else {}
         state = {
             "url": self.url,
             "port": self.port,
             "ready": self._ready,
-            "pids": {"supervisor": os.getpid(), **{c.name: c.pid for c in self._children}},
+            "pids": {
+                "supervisor": os.getpid(),
+                **{c.name: c.pid for c in self._children},
+                **mooncake,
+            },
             "restarts": {child.name: child.restarts for child in self._children},
         }
         path = self.config.server.run_dir / STATE_FILE
@@ -259,6 +285,8 @@ class Supervisor:
         for child, drain_s in zip(reversed(self._children), drains_s, strict=False):
             if child.process is not None:
                 _stop(child.name, child.process, drain_s)
+        if self._mooncake is not None:  # last: the engine hands over what it promised
+            self._mooncake.stop()
 
 
 def _stop(name: str, process: subprocess.Popen[bytes], drain_s: float) -> None:

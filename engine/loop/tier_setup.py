@@ -22,7 +22,9 @@ from kvtiers.device_memory import device_memory
 from kvtiers.host_pool import HostPool, PoolShape, kept_slots, shape_within
 from kvtiers.keys import ObjectKeys
 from kvtiers.layout import KvLayout
+from kvtiers.objects import object_bytes
 from kvtiers.store import Store
+from kvtiers.stores import StoreSpec, open_store
 from kvtiers.transfer import TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -140,4 +142,14 @@ def _pool_shape(
 
 def _open_store(config: EngineConfig, layout: KvLayout) -> Store | None:
     """The store of the configuration; one that cannot be reached is down, not an error."""
-    return None
+    tiers = config.tiers
+    return open_store(
+        StoreSpec(
+            kind="none" if tiers.l3 == "auto" else tiers.l3,
+            layout_fingerprint=layout.fingerprint(),
+            object_bytes=object_bytes(layout.page_bytes),
+            directory=tiers.l3_dir,
+            quota_bytes=tiers.l3_quota_bytes,
+            run_dir=config.run_dir,
+        )
+    )

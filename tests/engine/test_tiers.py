@@ -18,7 +18,9 @@ from engine.client import EngineClient
 from engine.config import TiersConfig
 from engine.loop.heart import Keeper
 from engine.transport import pack_ids
+from kvtiers.host_pool import PoolShape
 from kvtiers.host_region import make_region_fd
+from kvtiers.store import StoreState
 from tests.fakes.live_engine import EOS, LiveEngine, make_request, run, serve
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.scripted_runner import (
@@ -227,3 +229,86 @@ def test_a_move_to_no_tier_is_refused_and_the_engine_goes_on(
         assert (await client.stats())["messages_malformed"] == 1
 
     serve(LiveEngine(str(tmp_path), make_runner()), work)
+
+
+def l2_bytes(num_pages: int) -> int:
+    """Enough for so many pages of the scripted model and no more."""
+    layout = ScriptedLayout(PAGE_SIZE)
+    shape = PoolShape(num_slots=num_pages, page_bytes=layout.page_bytes, page_size=layout.page_size)
+    return shape.num_bytes + num_pages
+
+
+def test_what_l2_had_no_room_for_comes_back_from_the_store(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompts = [prompt_of(seed, 33) for seed in range(8)]
+        for seed, prompt in enumerate(prompts):
+            await ask(client, f"a{seed}", prompt)
+            await settled(client)
+        hits = []
+        for seed, prompt in enumerate(prompts):
+            hits.append(await ask(client, f"b{seed}", prompt))
+            await settled(client)
+        assert all(hit.to_compute == 1 for hit in hits)
+        assert sum(hit.l3 for hit in hits) >= 100
+        stats = await client.stats()
+        assert stats["fetch_pages"] * PAGE_SIZE == sum(hit.l3 for hit in hits)
+
+    tiers = TiersConfig(l2_bytes=l2_bytes(24), l3_wait_ms=5000)
+    engine = LiveEngine(
+        str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=make_store()
+    )
+    serve(engine, work)
+
+
+def test_the_store_is_asked_for_what_another_engine_left_there(tmp_path: Path) -> None:
+    store = make_store()
+    prompt = prompt_of(1, 33)
+
+    async def before(client: EngineClient) -> None:
+        await ask(client, "a", prompt)
+        await settled(client)
+
+    async def after(client: EngineClient) -> None:
+        assert (await client.query_prefix(prompt)).l3 == 0  # nobody has asked the store yet
+        hit = await ask(client, "b", [*prompt, 5])
+        assert hit == api.CacheHit(l3=32, to_compute=2)
+        await settled(client)
+
+    tiers = TiersConfig(l3_wait_ms=5000)
+    for work in (before, after):
+        store.state = StoreState.UP  # the engine before has closed it
+        engine = LiveEngine(str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=store)
+        serve(engine, work)
+
+
+def test_a_suspended_prefix_lies_in_the_store_alone_and_wakes_from_there(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(1, 33)
+        await ask(client, "a", prompt, 1)
+        moved = await client.move_prefix(pack_ids(prompt), "l3")
+        assert moved.cache == api.CacheHit(l3=32, to_compute=1)
+        stats = await settled(client)
+        assert stats["cached_pages"] == stats["cached_l2_pages"] == 0
+        hit = await ask(client, "b", [*prompt, 9])
+        assert hit == api.CacheHit(l3=32, to_compute=2)
+
+    tiers = TiersConfig(l3_wait_ms=5000)
+    engine = LiveEngine(
+        str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=make_store()
+    )
+    serve(engine, work)
+
+
+def test_what_is_forgotten_leaves_the_store_too(tmp_path: Path) -> None:
+    store = make_store()
+
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(1, 33)
+        await ask(client, "a", prompt, 1)
+        await settled(client)
+        assert len(store.objects) == 8
+        await client.move_prefix(pack_ids(prompt), "none")
+        await settled(client)
+        assert len(store.objects) == 0
+
+    serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, store=store), work)
