@@ -160,5 +160,11 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
     function = call["function"]
     arguments = function.get("arguments") or "{}"
     with contextlib.suppress(ValueError):  # no JSON: only the same text is the same
-        arguments = [json.loads(arguments)]
+        arguments = [json.loads(arguments, parse_int=_number, parse_float=_number)]
     return [call.get("id") or "", function["name"], arguments]
+
+
+def _number(text: str) -> float | int:
+    """A number as a client has it that knows only doubles: 1.0 comes back as 1, 1e2 as 100."""
+    value = float(text)
+    return int(value) if value.is_integer() else value

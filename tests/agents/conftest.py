@@ -76,6 +76,11 @@ class ScriptedAppliance:
         assert not [r for r in records if "left_script" in r], "a grammar forbade the script"
         return records
 
+    def last_session(self) -> Json:
+        """The implicit session that was used last, as the server shows it."""
+        found = self.http.get("/v1/implicit_sessions").json()["data"][0]
+        return dict(self.http.get(f"/v1/implicit_sessions/{found['name']}").json())
+
     def stop(self) -> None:
         self.http.close()
         if self.process.poll() is None:
@@ -107,16 +112,16 @@ def served() -> Iterator[ScriptedAppliance]:
 
 
 @pytest.fixture
-def agent_of(served: ScriptedAppliance, tmp_path: Path) -> Callable[[str], Agent]:
-    """Makes an agent by its name, ready to run. Missing: skipped, but a failure under CI."""
+def agent_in(served: ScriptedAppliance, tmp_path: Path) -> Callable[[str, str], Agent]:
+    """Makes an agent by its name and a folder's; missing: skipped, but a failure under CI."""
 
-    def make(name: str) -> Agent:
+    def make(name: str, folder: str) -> Agent:
         agent = Agent(
             name=name,
             programs=Path(os.environ[PROGRAMS]).absolute(),
             url=served.url,
-            home=tmp_path / "home",
-            work=tmp_path / "work",
+            home=tmp_path / folder / "home",
+            work=tmp_path / folder / "work",
         )
         if not agent.program.exists():
             reason = f"{name} is not installed in {agent.programs} (scripts/agents)"
@@ -127,6 +132,12 @@ def agent_of(served: ScriptedAppliance, tmp_path: Path) -> Callable[[str], Agent
         return agent
 
     return make
+
+
+@pytest.fixture
+def agent_of(agent_in: Callable[[str, str], Agent]) -> Callable[[str], Agent]:
+    """Makes an agent by its name, ready to run."""
+    return lambda name: agent_in(name, "agent")
 
 
 @pytest.fixture

@@ -46,6 +46,19 @@ def assert_history_was_cached(before: Json, after: Json) -> None:
     assert after["num_cached"] >= 0.99 * known, (before, after)
 
 
+def assert_server_says_so(session: Json, asked: Sequence[Json], *, is_named: bool) -> None:
+    """Its own account of the conversation agrees with what its model had to compute."""
+    assert session["named_by"] == ("client" if is_named else "opening")
+    turns = [one for one in session["recent"] if one["recalled_messages"]]
+    assert [one["usage"]["input_tokens"] for one in turns] == [r["num_prompt"] for r in asked[1:]]
+    assert [one["usage"]["cached_tokens"] for one in turns] == [r["num_cached"] for r in asked[1:]]
+    assert all(one["branches_at"] is None for one in turns)
+    for before, one in zip(asked, turns, strict=False):
+        # With the token that ends an answer, which the script does not count.
+        known = before["num_prompt"] + before["num_answer"] + 1
+        assert one["usage"]["recalled_tokens"] == known
+
+
 @pytest.mark.parametrize("name", TOOL_AGENTS)
 def test_an_agent_uses_tools_over_several_turns_on_a_cached_history(
     served: ScriptedAppliance, agent_of: AgentOf, report: Report, name: str
@@ -76,6 +89,7 @@ def test_an_agent_uses_tools_over_several_turns_on_a_cached_history(
     for before, after in zip(asked, asked[1:], strict=False):
         assert_history_was_cached(before, after)
     assert min(shares(asked)[1:]) >= 0.95, asked
+    assert_server_says_so(served.last_session(), asked, is_named=name != "mini")
     # opencode asks for a title at the same time, under the same name: a branch of its own.
     side = served.side_requests(f"tools-{name}")
     assert [record["num_tools"] for record in side] == ([0] if name == "opencode" else [])

@@ -143,6 +143,20 @@ def test_a_session_in_the_user_s_id_is_a_name_too(app: RunningApp) -> None:
         assert reply.headers.get("x-session-id") == name
 
 
+@pytest.mark.parametrize(
+    ("sampled", "sent_back"),
+    [("12345678901234567890", "12345678901234567000"), ("-0.0", "0"), ("1E+2", "100")],
+)
+def test_numbers_are_compared_as_clients_with_doubles_write_them(
+    sampled: str, sent_back: str
+) -> None:
+    keys = [
+        next_key(b"", {"role": "assistant", "tool_calls": [{"function": f}]})
+        for f in ({"name": "f", "arguments": f'{{"n": {n}}}'} for n in (sampled, sent_back))
+    ]
+    assert keys[0] == keys[1]
+
+
 def test_another_tenant_has_another_tree() -> None:
     message = {"role": "user", "content": "x"}
     assert next_key(root_key("a", ""), message) != next_key(root_key("b", ""), message)
@@ -153,6 +167,9 @@ def test_another_tenant_has_another_tree() -> None:
     [
         ({"arguments": '{"b":[1,2],"a":"\\u00e9"}'}, True),
         ({"arguments": '{"b":[2,1],"a":"é"}'}, False),
+        ({"arguments": '{"a":"é","b":[1.0,2e0]}'}, True),
+        ({"arguments": '{"a":"é","b":[1.5,2]}'}, False),
+        ({"arguments": '{"a":"é","b":[1e999,2]}'}, False),
         ({"name": "g"}, False),
     ],
 )
