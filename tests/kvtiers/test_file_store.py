@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -192,3 +193,30 @@ def test_a_page_of_another_length_reads_as_nothing_and_stays(open_store: Open) -
     (keys,) = _fill(store, 1)
     assert store.get(keys[:1], blank(1, 10)) == [False]
     assert read(store, keys) == [True] * 8
+
+
+def test_reads_stay_right_while_segments_are_compacted_under_them(open_store: Open) -> None:
+    store = open_store(2 << 20)
+    hot = chain("hot", 20)
+    for at, key in enumerate(hot):  # beside pages that go: their segments get compacted
+        store.put([key], [page(key)], hot[at - 1 : at] or [""])
+        _fill(store, 1, 2, start=1000 + at)
+    is_over = threading.Event()
+    lost: list[list[bool]] = []
+
+    def read_on() -> None:
+        while not is_over.is_set():
+            hits = read(store, hot)
+            if not all(hits):
+                lost.append(hits)
+
+    readers = [threading.Thread(target=read_on) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    _fill(store, 120, 3)
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    assert lost == []
+    assert store.status().counters["compacted_bytes"] > 6 * RECORD
+    assert store.status().counters["failures"] == 0
