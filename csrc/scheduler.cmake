@@ -21,6 +21,7 @@ add_library(moorage_scheduler STATIC
   schedule/moves.cpp
   schedule/planning.cpp
   schedule/probes.cpp
+  schedule/retraction.cpp
   schedule/transfers.cpp
   schedule/wait_queue.cpp
   tiers/lower_tiers.cpp

@@ -90,6 +90,7 @@ class RadixTree {
   // it here (0: no such wish); returns the tokens found.
   std::int32_t hint(const std::string& salt, TokenSpan tokens, std::int32_t return_permille,
                     TimeMs hold_until_ms = 0);
+  std::int64_t cost(std::int32_t depth) const { return value_.cost(depth); }  // of a page there
   // Wishes whose time is over: their nodes are worth nothing more; returns the idle leaves of them.
   std::vector<Node*> end_holds();
 

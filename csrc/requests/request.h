@@ -101,6 +101,7 @@ struct Request {
         },
         state);
   }
+  const Holdings* holdings() const { return const_cast<Request*>(this)->holdings(); }
   template <class S>
   bool is() const {
     return std::holds_alternative<S>(state);

@@ -10,23 +10,32 @@ namespace moorage {
 // In order, without passing anyone by for lack of memory: whoever is next is never starved.
 void Scheduler::plan_admissions(Plan& plan) {
   waiting_.rewind();
-  while (prefill_budget_ > 0 && slots_.num_free() > 0) {
+  while (prefill_budget_ > 0) {
+    const bool has_slot = slots_.num_free() > 0;
+    if (!has_slot && config_.max_preemptions == 0) return;
     Request* request = waiting_.next();
-    if (request == nullptr || try_admit(*request, plan) == Admitted::kNoMemory) return;
+    if (request == nullptr) return;
+    if (must_wait(*request)) continue;
+    if (!has_slot) return preempt_for(*request, 0);
+    if (try_admit(*request, plan) == Admitted::kNoMemory) return;
   }
 }
 
+// For somebody else's prefill, or for pages or word of them from a lower tier.
+bool Scheduler::must_wait(Request& request) const {
+  return is_following(request) || is_waiting_for_transfer(request) || is_waiting_for_probe(request);
+}
+
 Scheduler::Admitted Scheduler::try_admit(Request& request, Plan& plan) {
-  if (is_following(request) || is_waiting_for_transfer(request) || is_waiting_for_probe(request)) {
-    return Admitted::kFollows;
-  }
   if (blocked_.request_id == request.id.value && blocked_ == what_decides(request)) {
     return Admitted::kNoMemory;
   }
   // The last token is computed even if it is cached: its logits are wanted.
   PrefixMatch match = tree_.find(request.salt, TokenSpan(request.tokens).first(request.len() - 1));
   if (find_leader(request, match.full_len)) return Admitted::kFollows;
-  if (!fits(request, match)) {
+  const std::int32_t num_lacking = num_lacking_pages(request, match);
+  if (num_lacking > 0) {
+    preempt_for(request, num_lacking);
     blocked_ = what_decides(request);
     return Admitted::kNoMemory;
   }
@@ -89,8 +98,9 @@ std::int32_t Scheduler::num_promised_pages() const {
   return promised;
 }
 
-// Leases give way to a running request, but not to one that could as well wait.
-bool Scheduler::fits(const Request& request, PrefixMatch& match) const {
+// Beside what the running ones need. Leases give way to a running request, but not to one that could
+// as well wait.
+std::int32_t Scheduler::num_lacking_pages(const Request& request, PrefixMatch& match) const {
   const std::int32_t last_len = request.prompt_len + request.max_new_tokens - 1;
   const std::int32_t needed = config_.pages_of(std::min(request.len() + 1, last_len)) -
                               match.full_len / config_.page_size;
@@ -104,9 +114,9 @@ bool Scheduler::fits(const Request& request, PrefixMatch& match) const {
   if (is_alone && num_loads_ == 0 && pool_.num_held() == 0) {
     // Alone, it fits (submit saw to that), if need be without the page it would copy from.
     if (needed > room - copied) match.partial_node = nullptr, match.partial_len = 0;
-    return true;
+    return 0;
   }
-  return needed + num_promised_pages() <= room - leased - copied - pool_.num_held();
+  return needed + num_promised_pages() - (room - leased - copied - pool_.num_held());
 }
 
 void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
@@ -144,7 +154,8 @@ void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
   request.prefill_end = request.len();
   request.leader = RequestId{};
   waiting_.erase(request);
-  WaitQueue::charge(request, request.len() - match.len());
+  // What it lost by giving way is not its tenant's to pay.
+  if (!request.was_retracted) WaitQueue::charge(request, request.len() - match.len());
   Holdings kv{std::move(slot), std::move(prefix), std::move(tail)};
   if (request.remote_prefill) {
     fire(request, AdmitRemote{std::move(kv)});
@@ -156,9 +167,8 @@ void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
     fire(request, Admit{std::move(kv)});
     insert_running(request);
   }
-  const auto at = std::ranges::find(running_, &request) - running_.begin();
   const std::int32_t rest = request.prefill_end - request.num_planned;
-  plan_row(static_cast<std::size_t>(at), std::min(rest, prefill_budget_), true, plan);
+  plan_row(request, std::min(rest, prefill_budget_), true, plan);
 }
 
 void Scheduler::insert_running(Request& request) {

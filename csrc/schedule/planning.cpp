@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Making a step of the running requests: decode rows, chunks of prefill, and who gives way when
-// pages run out. Nothing here depends on the length of a context.
+// Making a step of the running requests: decode rows and chunks of prefill. Nothing here depends on
+// the length of a context.
 #include <algorithm>
 #include <stdexcept>
 
@@ -52,7 +52,6 @@ std::int32_t Scheduler::num_decode_tokens(const Request& request) const {
   return std::min(1 + request.num_draft_tokens, request.max_new_tokens - request.num_outputs());
 }
 
-// Best first, so that whoever must give way has no row in this plan yet.
 void Scheduler::plan_running(Plan& plan) {
   std::int32_t num_decodes = 0;
   std::int64_t num_draft_tokens = 0;
@@ -74,24 +73,23 @@ void Scheduler::plan_running(Plan& plan) {
 
   const std::int32_t first = decode_budget < num_decodes ? decode_cursor_ % num_decodes : 0;
   std::int32_t nth_decode = 0;
-  for (std::size_t i = 0; i < running_.size(); ++i) {
-    Request& request = *running_[i];
-    if (wants_decode(request)) {
+  order_.assign(running_.begin(), running_.end());  // some may give way on the way
+  for (Request* request : order_) {
+    if (wants_decode(*request)) {
       const std::int32_t turn = (nth_decode++ - first + num_decodes) % num_decodes;
-      const std::int32_t len = speculates ? num_decode_tokens(request) : 1;
-      if (turn < decode_budget) plan_row(i, len, false, plan);
-    } else if (wants_prefill(request) && prefill_budget_ > 0) {
-      const std::int32_t rest = request.prefill_end - request.num_planned;
-      plan_row(i, std::min(rest, prefill_budget_), true, plan);
+      const std::int32_t len = speculates ? num_decode_tokens(*request) : 1;
+      if (turn < decode_budget && is_running(*request)) plan_row(*request, len, false, plan);
+    } else if (wants_prefill(*request) && prefill_budget_ > 0 && is_running(*request)) {
+      const std::int32_t rest = request->prefill_end - request->num_planned;
+      plan_row(*request, std::min(rest, prefill_budget_), true, plan);
     }
   }
   decode_cursor_ = decode_budget < num_decodes ? first + decode_budget : 0;
 }
 
-void Scheduler::plan_row(std::size_t index, std::int32_t len, bool is_prefill, Plan& plan) {
-  Request& request = *running_[index];
+void Scheduler::plan_row(Request& request, std::int32_t len, bool is_prefill, Plan& plan) {
   const std::int32_t start = request.num_planned;
-  len = reserve(index, len, plan);
+  len = reserve(request, len, plan);
   if (len == 0) return;
   const bool samples = start + len >= request.prefill_end;
   auto& rows = is_prefill ? prefill_rows_ : decode_rows_;
@@ -120,45 +118,6 @@ std::int32_t Scheduler::grow_tail(Request& request, std::int32_t end, Plan& plan
     plan.page_deltas.push_back({kv.slot.id().value, index, kv.tail.grow().value});
   }
   return std::min(end, (first_page + kv.tail.size()) * config_.page_size);
-}
-
-// How many of `len` tokens have a page to be written to; others give way if not one has.
-std::int32_t Scheduler::reserve(std::size_t index, std::int32_t len, Plan& plan) {
-  Request& request = *running_[index];
-  const std::int32_t start = request.num_planned;
-  while (true) {
-    const std::int32_t covered = grow_tail(request, start + len, plan);
-    if (covered > start) return covered - start;
-    is_short_of_pages_ = true;
-    const bool is_memory_coming = num_leaving_ > num_sending_ || pool_.count(PageOwner::kInFlight) > 0;
-    if (is_memory_coming || running_.size() == 1) return 0;
-    const bool gives_way_itself = running_.size() - 1 == index;
-    retract(*running_.back());
-    if (gives_way_itself) return 0;
-  }
-}
-
-// The victim is the last in running order: lowest class, then latest; never simply the longest.
-void Scheduler::retract(Request& request) {
-  stats_.num_retractions += 1;
-  leave_running(request);
-  fire(request, Retract{});
-  if (request.num_steps_in_flight == 0) requeue(request);
-}
-
-void Scheduler::requeue(Request& request) {
-  num_leaving_ -= 1;
-  fire(request, Drained{});
-  request.num_computed = 0;
-  request.num_planned = 0;
-  request.num_trusted = 0;
-  request.was_retracted = true;
-  request.loads_left = kMaxLoads;
-  request.num_loaded = 0;
-  request.num_fetched = 0;
-  request.leader = RequestId{};
-  waiting_.insert(request);
-  retracted_.push_back(request.id.value);
 }
 
 // Pages that were swapped for the tree's own copy since the last plan.

@@ -196,25 +196,34 @@ class Scheduler {
 
   // planning.cpp
   void plan_running(Plan& plan);
-  void plan_row(std::size_t index, std::int32_t len, bool is_prefill, Plan& plan);
+  void plan_row(Request& request, std::int32_t len, bool is_prefill, Plan& plan);
   static bool wants_prefill(const Request& request);
   bool wants_decode(const Request& request) const;
   std::int32_t num_decode_tokens(const Request& request) const;
   bool make_room(std::int32_t num_pages);
   std::int32_t grow_tail(Request& request, std::int32_t end, Plan& plan);
-  std::int32_t reserve(std::size_t index, std::int32_t len, Plan& plan);
-  void retract(Request& request);
-  void requeue(Request& request);
   void emit_table_changes(Plan& plan);
   void emit_rows(Plan& plan);
   void emit_row(const StepRow& row, Plan& plan);
 
+  // retraction.cpp
+  static bool is_running(const Request& request);
+  std::int32_t reserve(Request& request, std::int32_t len, Plan& plan);
+  std::int64_t run_value(const Request& request) const;
+  bool gives_way_before(const Request& a, const Request& b) const;
+  Request& choose_victim() const;
+  void retract(Request& request);
+  void requeue(Request& request);
+  std::int32_t num_pages_given_by(const Request& request) const;
+  void preempt_for(const Request& urgent, std::int32_t num_lacking_pages);
+
   // admission.cpp
   void plan_admissions(Plan& plan);
   Admitted try_admit(Request& request, Plan& plan);
+  bool must_wait(Request& request) const;
   bool is_following(const Request& request) const;
   bool find_leader(Request& request, std::int32_t cached_full_len);
-  bool fits(const Request& request, PrefixMatch& match) const;
+  std::int32_t num_lacking_pages(const Request& request, PrefixMatch& match) const;
   std::int32_t num_promised_pages() const;
   void admit(Request& request, PrefixMatch match, Plan& plan);
   void insert_running(Request& request);
@@ -329,6 +338,7 @@ class Scheduler {
   std::int32_t decode_cursor_ = 0;
 
   // Scratch of one call, kept for its capacity.
+  std::vector<Request*> order_;
   std::vector<StepRow> prefill_rows_;
   std::vector<StepRow> decode_rows_;
   std::vector<RadixTree::Adopted> adopted_;

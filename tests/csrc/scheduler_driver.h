@@ -42,7 +42,8 @@ struct Results {
 
 class SchedulerDriver {
  public:
-  static SchedulerConfig config(std::int32_t num_l2_pages) {
+  static SchedulerConfig config(std::uint8_t choice) {
+    const std::int32_t num_l2_pages = choice % 3 * 10;
     SchedulerConfig config;
     config.page_size = 4;
     config.num_pages = 14;
@@ -53,17 +54,22 @@ class SchedulerDriver {
     config.lease_percent = 100;
     config.num_l2_pages = num_l2_pages;
     config.use_l3 = num_l2_pages > 0;
+    config.num_l3_pages = choice / 3 % 2 == 0 ? 1 << 20 : 12;
+    config.probe_l3 = config.use_l3 && choice / 6 % 2 == 1;
+    config.l3_wait_ms = choice / 12 % 3 * 8;
+    config.eviction = choice / 36 % 2 == 0 ? "value" : "lru";
+    config.max_preemptions = choice / 72 % 2 * 2;
     return config;
   }
 
-  // The first byte says how many pages L2 has: none, few or plenty.
+  // The first byte says how many pages L2 has: none, few or plenty; and what L3 does.
   explicit SchedulerDriver(std::span<const std::uint8_t> bytes)
       : bytes_(bytes.empty() ? bytes : bytes.subspan(1)),
-        scheduler_(config(bytes.empty() ? 0 : bytes[0] % 3 * 10)) {}
+        scheduler_(config(bytes.empty() ? std::uint8_t{0} : bytes[0])) {}
 
   void run() {
     while (!bytes_.empty()) {
-      act(next() % 9);
+      act(next() % 10);
       check();
     }
     finish();
@@ -73,6 +79,8 @@ class SchedulerDriver {
   std::int64_t num_lower_hits() const { return num_lower_hits_; }
   std::int64_t num_remote() const { return num_remote_; }
   std::int64_t num_ended() const { return num_ended_; }
+  std::int64_t num_sends() const { return num_sends_; }
+  const Stats& stats() const { return scheduler_.stats(); }
 
  private:
   std::uint8_t next() {
@@ -90,6 +98,7 @@ class SchedulerDriver {
       case 3: return disturb_cache();
       case 4: return commit();
       case 5: return ack_some();
+      case 6: return speak_of_tiers();
       default: return plan();
     }
   }
@@ -109,9 +118,12 @@ class SchedulerDriver {
     std::vector<TokenId> tokens = random_tokens();
     const std::int64_t id = next_id_++;
     live_.push_back(id);
-    submit(scheduler_, {RequestId{id}, std::move(tokens), 1 + next() % 28, next() % 3 - 1,
-                        next() % 2 == 0 ? "a" : "b", next() % 4 == 0 ? "salt" : "",
-                        next() % 1001, next() % 3, next() % 4 == 0});
+    RequestSpec spec{RequestId{id}, std::move(tokens), 1 + next() % 28, next() % 3 - 1,
+                     next() % 2 == 0 ? "a" : "b", next() % 4 == 0 ? "salt" : "",
+                     next() * 4 % 1001, next() % 3, next() % 4 == 0};
+    spec.l3_wait_ms = next() % 16 - 1;
+    spec.send_kv = !spec.remote_prefill && next() % 4 == 0;
+    submit(scheduler_, spec);
   }
 
   void abort_random() {
@@ -122,14 +134,54 @@ class SchedulerDriver {
   void disturb_cache() {
     const std::vector<TokenId> tokens = random_tokens();
     switch (next() % 5) {
-      case 4: scheduler_.move(tokens, static_cast<MoveTarget>(next() % 3), ""); break;
+      case 4: move(tokens, next() % 4); break;
       case 0: scheduler_.drop_prefix(tokens, next() % 8, ""); break;
-      case 1: scheduler_.hint_prefix(tokens, next() % 1001, ""); break;
-      case 2:
-        scheduler_.lease({next() % 4, tokens, now_ + next() % 16, next() % 2 == 0 ? "a" : "b", ""});
-        break;
+      case 1: scheduler_.hint_prefix(tokens, next() * 4 % 1001, "", some_hold()); break;
+      case 2: lease(tokens); break;
       default: scheduler_.release(next() % 4);
     }
+  }
+
+  void move(const std::vector<TokenId>& tokens, int target) {
+    if (target == 2 && !scheduler_.config().use_l3) target = 1;
+    const MoveResult result = scheduler_.move(tokens, static_cast<MoveTarget>(target), "");
+    const std::int32_t full = static_cast<std::int32_t>(tokens.size()) / 4 * 4;
+    require(result.tokens_there + result.tokens_pending + result.tokens_missing == full,
+            "a move lost sight of some tokens");
+  }
+
+  HoldTimes some_hold() {
+    const auto until = [this] { return next() % 2 == 0 ? 0 : now_ + next() % 32; };
+    return {until(), until(), until()};
+  }
+
+  void lease(const std::vector<TokenId>& tokens) {
+    const int most = scheduler_.config().use_l3 ? 3 : 1;
+    scheduler_.lease({next() % 4, tokens, now_ + next() % 16, next() % 2 == 0 ? "a" : "b", "",
+                      static_cast<Tier>(next() % most)});
+  }
+
+  void speak_of_tiers() {
+    switch (next() % 3) {
+      case 0: scheduler_.set_costs({next() * 100, next() * 100, next() * 100}); break;
+      case 1:
+        if (!probes_.empty()) end_probe(next());
+        break;
+      default:
+        if (!sends_.empty()) end_send(next() > 60);
+    }
+  }
+
+  void end_probe(int share) {
+    const auto [id, num_pages] = probes_.back();
+    probes_.pop_back();
+    advance({ProbeDoneInput{id, num_pages * share / 255}});
+  }
+
+  void end_send(bool ok) {
+    const RequestId id{sends_.back()};
+    sends_.pop_back();
+    advance({SendDoneInput{id, ok}});
   }
 
   // Of the tickets told of, in any order; some report a loss.
@@ -153,6 +205,9 @@ class SchedulerDriver {
     if (scheduler_.num_steps_in_flight() == Scheduler::kMaxStepsInFlight) commit();
     scheduler_.next_plan(now_, plan_);
     for (const auto& move : plan_.moves) tickets_.push_back(move[0]);
+    for (std::size_t i = 0; i < plan_.probe_ids.size(); ++i) {
+      probes_.emplace_back(plan_.probe_ids[i], plan_.probe_indptr[i + 1] - plan_.probe_indptr[i]);
+    }
     for (const Admission& admission : plan_.admissions) {
       if (admission.remote) remote_.push_back(admission.request_id);
       num_remote_ += admission.remote ? 1 : 0;
@@ -178,6 +233,12 @@ class SchedulerDriver {
       std::erase(live_, ended.request_id);
       ++num_ended_;
     }
+    for (const Send& send : scheduler_.drain_sends()) {
+      require(send.pages.size() == static_cast<std::size_t>((send.num_tokens + 3) / 4),
+              "a send lacks pages");
+      sends_.push_back(send.request_id);
+      ++num_sends_;
+    }
   }
 
   void finish() {
@@ -189,6 +250,8 @@ class SchedulerDriver {
         tickets_.pop_back();
       }
       while (!remote_.empty()) end_remote(true);
+      while (!probes_.empty()) end_probe(255);
+      while (!sends_.empty()) end_send(true);
       check();
     }
     require(live_.empty(), "no progress");
@@ -212,6 +275,9 @@ class SchedulerDriver {
   std::vector<std::int64_t> live_;
   std::vector<std::int64_t> tickets_;
   std::vector<std::int64_t> remote_;
+  std::vector<std::pair<std::int64_t, std::int32_t>> probes_;
+  std::vector<std::int64_t> sends_;
+  std::int64_t num_sends_ = 0;
   std::int64_t num_lower_hits_ = 0;
   std::int64_t num_remote_ = 0;
   std::int64_t next_id_ = 0;

@@ -127,6 +127,7 @@ TEST(Scheduler, AnAckOfNoTicketOrTwiceIsRefusedWhole) {
 // The same walk the fuzzer takes, over seeded bytes, so that it runs where there is no clang.
 TEST(Scheduler, SurvivesRandomCallSequences) {
   std::int64_t num_ended = 0, num_retractions = 0, num_lower_hits = 0, num_remote = 0;
+  std::int64_t num_sends = 0, num_preemptions = 0, num_probes = 0, num_declined = 0;
   for (std::uint32_t seed = 0; seed < 240; ++seed) {
     std::mt19937 random(seed);
     std::vector<std::uint8_t> bytes(1500);
@@ -137,11 +138,19 @@ TEST(Scheduler, SurvivesRandomCallSequences) {
     num_retractions += driver.num_retractions();
     num_lower_hits += driver.num_lower_hits();
     num_remote += driver.num_remote();
+    num_sends += driver.num_sends();
+    num_preemptions += driver.stats().num_preemptions;
+    num_probes += driver.stats().num_probes;
+    num_declined += driver.stats().num_declined_pages;
   }
   EXPECT_GT(num_ended, 5000);
   EXPECT_GT(num_retractions, 100);
   EXPECT_GT(num_lower_hits, 100);
   EXPECT_GT(num_remote, 100);
+  EXPECT_GT(num_sends, 100);
+  EXPECT_GT(num_preemptions, 100);
+  EXPECT_GT(num_probes, 100);
+  EXPECT_GT(num_declined, 100);
 }
 
 }  // namespace

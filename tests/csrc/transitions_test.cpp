@@ -47,6 +47,20 @@ TEST_F(TransitionsTest, ARetractedRequestHoldsNothing) {
   EXPECT_EQ(pool_.num_free(), 8);
 }
 
+TEST_F(TransitionsTest, WhatAnotherEngineReadsStaysUntilItHasIt) {
+  State state = Waiting{};
+  EXPECT_FALSE(apply(state, Admit{hold(2)}));
+  EXPECT_FALSE(apply(state, PrefillDone{}));
+  EXPECT_FALSE(apply(state, HandOver{}));
+  EXPECT_TRUE(std::holds_alternative<Sending>(state));
+  EXPECT_EQ(pool_.count(PageOwner::kRequest), 2);
+  EXPECT_TRUE(apply(state, Retract{})) << "it runs no longer";
+  EXPECT_FALSE(apply(state, Sent{}));
+  EXPECT_FALSE(apply(state, Drained{}));
+  EXPECT_EQ(std::get<Ended>(state).status, EndStatus::kFinished);
+  EXPECT_EQ(pool_.num_free(), 8);
+}
+
 TEST_F(TransitionsTest, AnIllegalEventLeavesTheStateAndNamesBoth) {
   State state = Waiting{};
   const auto illegal = apply(state, Finish{});
@@ -68,7 +82,7 @@ TEST_F(TransitionsTest, TheFirstReasonToEndStands) {
 
 TEST(FsmTable, CoversEveryPairOnce) {
   const std::vector<FsmRow> table = fsm_table();
-  EXPECT_EQ(table.size(), std::variant_size_v<State> * 9);
+  EXPECT_EQ(table.size(), std::variant_size_v<State> * 11);
   std::size_t num_illegal = 0;
   for (const FsmRow& row : table) num_illegal += row.next.empty() ? 1 : 0;
   EXPECT_EQ(num_illegal, kIllegalPairs.size());

@@ -41,6 +41,9 @@ class Job:
     tenant: str = "default"
     num_draft_tokens: int = 0
     remote_prefill: bool = False
+    expected_return: float = 0.5
+    l3_wait_ms: int = -1
+    send_kv: bool = False
     outputs: list[int] = field(default_factory=list)
     slot: int = -1
     ended: cpp.Ended | None = None
@@ -215,6 +218,7 @@ class TierMover:
         self.l2 = np.zeros((config.num_l2_pages, config.page_size), np.uint64)
         self.l3: dict[bytes, NDArray[np.uint64]] = {}
         self.waiting: list[tuple[list[int], bytes]] = []
+        self.probes: list[tuple[int, list[bytes]]] = []
         self.num_by_kind = [0, 0, 0, 0]
 
     def take(self, plan: cpp.Plan) -> None:
@@ -224,6 +228,22 @@ class TierMover:
             self.num_by_kind[kind] += 1
             if target_tier < 3:
                 self.memory(target_tier)[target] = self.rng.getrandbits(60)
+        for i, probe_id in enumerate(plan.probe_ids.tolist()):
+            asked = plan.probe_hashes[plan.probe_indptr[i] : plan.probe_indptr[i + 1]]
+            self.probes.append((probe_id, [name.tobytes() for name in asked]))
+
+    def answers(self) -> list[cpp.ProbeDone]:
+        """What L3 holds of the pages asked for, some time later."""
+        late = [probe for probe in self.probes if self.rng.random() < self.delay]
+        done = [probe for probe in self.probes if probe not in late]
+        self.probes = late
+        return [
+            cpp.ProbeDone(probe_id=probe_id, num_pages=self.num_leading(names))
+            for probe_id, names in done
+        ]
+
+    def num_leading(self, names: list[bytes]) -> int:
+        return next((i for i, name in enumerate(names) if name not in self.l3), len(names))
 
     def memory(self, tier: int) -> NDArray[np.uint64]:
         return self.device.memory if tier == 1 else self.l2
@@ -277,6 +297,8 @@ class Harness:
         self.mover: TierMover | None = None
         self.num_lower_tokens = 0
         self.remote: dict[int, tuple[int, int]] = {}  # awaited: slot, tokens there already
+        self.sends: dict[int, cpp.Send] = {}  # what another engine reads
+        self.sends_at_once = True
         self.jobs: dict[int, Job] = {}
         self.live: set[int] = set()
         self.over: set[int] = set()  # aborted or failed, though a step may still be in flight
@@ -302,6 +324,9 @@ class Harness:
                     salt=job.salt,
                     num_draft_tokens=job.num_draft_tokens,
                     remote_prefill=job.remote_prefill,
+                    expected_return=job.expected_return,
+                    l3_wait_ms=job.l3_wait_ms,
+                    send_kv=job.send_kv,
                 )
             ]
         )
@@ -356,11 +381,41 @@ class Harness:
         events += [cpp.Abort(request_id=request_id) for request_id in aborts or []]
         if self.mover is not None:
             events += self.mover.acks()
-        ended = self.scheduler.advance(events)
+            events += self.mover.answers()
+        ended = self.advance(events)
+        if self.sends_at_once:
+            for request_id in sorted(self.sends):
+                ended += self.end_send(request_id, ok=True)
+        return ended
+
+    def advance(self, events: list[object]) -> list[cpp.Ended]:
+        ended = self.scheduler.advance(events)  # type: ignore[arg-type]
         for result in ended:
             self.jobs[result.request_id].ended = result
             self.live.discard(result.request_id)
+        for send in self.scheduler.drain_sends():
+            self.sends[send.request_id] = send
+            self.check_send(send)
         return ended
+
+    def check_send(self, send: cpp.Send) -> None:
+        """The pages to be read hold the KV of exactly the request's own tokens."""
+        job = self.jobs[send.request_id]
+        known = (job.prompt + job.outputs)[: send.num_tokens]
+        assert len(known) == send.num_tokens >= len(job.prompt)
+        size = self.config.page_size
+        assert len(send.pages) == -(-send.num_tokens // size)
+        assert len(send.page_hashes) == 16 * (send.num_tokens // size)
+        state = seed_of(job.salt)
+        for position, token in enumerate(known):
+            state = mix(state, token)
+            held = int(self.device.memory[send.pages[position // size], position % size])
+            assert held == state, f"request {job.request_id} would send foreign KV"
+
+    def end_send(self, request_id: int, ok: bool) -> list[cpp.Ended]:
+        """The other engine is done; it read as late as it may."""
+        self.check_send(self.sends.pop(request_id))
+        return self.advance([cpp.SendDone(request_id=request_id, ok=ok)])
 
     def is_over(self, job: Job) -> bool:
         """It finished, failed or was aborted: what a late step samples is ignored."""
@@ -400,20 +455,14 @@ class Harness:
             page = self.device.page_table[slot, position // self.config.page_size]
             if position >= start:
                 self.device.memory[page, position % self.config.page_size] = state
-        for result in self.scheduler.advance([cpp.RemotePrefill(request_id=request_id, ok=ok)]):
-            self.jobs[result.request_id].ended = result
-            self.live.discard(result.request_id)
+        self.advance([cpp.RemotePrefill(request_id=request_id, ok=ok)])
 
     def abort(self, request_id: int) -> list[cpp.Ended]:
         self.over.add(request_id)
         return self.commit_only_aborts([request_id])
 
     def commit_only_aborts(self, request_ids: list[int]) -> list[cpp.Ended]:
-        ended = self.scheduler.advance([cpp.Abort(request_id=i) for i in request_ids])
-        for result in ended:
-            self.jobs[result.request_id].ended = result
-            self.live.discard(result.request_id)
-        return ended
+        return self.advance([cpp.Abort(request_id=i) for i in request_ids])
 
     def step(self) -> cpp.Plan:
         plan = self.plan()
