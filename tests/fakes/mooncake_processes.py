@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from appliance.children import MooncakeChildren, MooncakeSettings
+from kvtiers.mooncake_endpoints import ENDPOINTS_FILE
 from kvtiers.mooncake_store import MooncakeLimits, MooncakeStore
 from kvtiers.objects import object_bytes
 from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES
 
+SMALL = MooncakeSettings(segment_bytes=64 << 20)
 # A test waits for a call that hangs: not as long as an engine would.
 LIMITS = MooncakeLimits(ring_bytes=8 << 20, call_s=1.0)
 
@@ -34,21 +36,18 @@ def require_mooncake() -> None:
 class MooncakeMachine:
     """One master and one owner, and stores that use them; `close` ends all."""
 
-    def __init__(self, run_dir: Path, **settings: object) -> None:
-        values = {"segment_bytes": 64 << 20, **settings}
-        self.children = MooncakeChildren(
-            MooncakeSettings(**values),  # type: ignore[arg-type]  # a test's own keywords
-            run_dir,
-        )
+    def __init__(self, run_dir: Path, settings: MooncakeSettings = SMALL) -> None:
+        self.children = MooncakeChildren(settings, run_dir)
+        self.endpoints = run_dir / ENDPOINTS_FILE
         self._opened: list[MooncakeStore] = []
         self.children.start()
-        self.wait(lambda: len(self.children.pids) == 2)
+        num_processes = 1 if settings.master else 2
+        self.wait(lambda: len(self.children.pids) == num_processes)
         self._shared: MooncakeStore | None = None
 
     def open(self, page_bytes: int = PAGE_BYTES, limits: MooncakeLimits = LIMITS) -> MooncakeStore:
         """A store that is connected."""
-        path = self.children.run_dir / "mooncake.json"
-        store = MooncakeStore(path, LAYOUT, object_bytes(page_bytes), limits)
+        store = MooncakeStore(self.endpoints, LAYOUT, object_bytes(page_bytes), limits)
         self._opened.append(store)
         self.wait(lambda: store.probe(["ns/none"]) == 0 and store.status().reason == "")
         return store

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from appliance.children import MooncakeSettings
 from kvtiers.breaker import BreakerLimits, BreakerState, BreakerStore
 from kvtiers.mooncake_store import MooncakeLimits, MooncakeStore
 from kvtiers.objects import HEADER_BYTES, object_bytes, seal
 from kvtiers.store import StoreState
+from tests.fakes import mooncake_writer
 from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
 from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES, blank, chain, page, pages, read
 
@@ -101,13 +105,24 @@ def test_a_process_stopped_costs_misses_until_it_goes_on(
     _comes_back(machine, guarded)
 
 
-def test_a_writer_that_dies_takes_nothing_with_it(machine: MooncakeMachine) -> None:
-    first = machine.open()
-    first.put(KEYS, pages(KEYS))
-    first.close()
-    second = machine.open()
-    assert read(second, KEYS) == [True] * 8
-    second.remove(KEYS)
+def test_kill_9_of_a_writer_in_mid_write_leaves_what_it_put(machine: MooncakeMachine) -> None:
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "tests.fakes.mooncake_writer", str(machine.endpoints)],
+        cwd=Path(__file__).resolve().parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert writer.stdout is not None
+    with writer.stdout:
+        assert writer.stdout.readline() == "kept\n"
+    writer.kill()
+    writer.wait()
+    store = machine.shared()
+    assert read(store, mooncake_writer.KEYS) == [True] * 8
+    for number in range(20):
+        read(store, chain(f"writer-{number}", 8))  # whatever is there is right
+    assert store.status().counters["failures"] == 0
 
 
 def test_two_writers_of_one_key_leave_one_whole_object(machine: MooncakeMachine) -> None:
@@ -178,8 +193,10 @@ def test_a_store_without_processes_is_down_with_the_reason(tmp_path: Path) -> No
 def test_pages_on_the_disk_tier_outlive_kill_9_of_everything(tmp_path: Path) -> None:
     require_mooncake()
     size = 200_000
-    settings = {"ssd_dir": str(tmp_path / "ssd"), "ssd_quota_bytes": 256 << 20}
-    machine = MooncakeMachine(tmp_path / "run", **settings)
+    settings = MooncakeSettings(
+        segment_bytes=64 * MIB, ssd_dir=str(tmp_path / "ssd"), ssd_quota_bytes=256 * MIB
+    )
+    machine = MooncakeMachine(tmp_path / "run", settings)
     try:
         store = machine.open(size)
         prefixes = [chain(f"d{number}", 10) for number in range(4)]
@@ -214,12 +231,29 @@ def test_a_bit_flipped_in_a_stored_object_is_a_miss_and_then_repaired(
 
 def test_an_object_of_another_layout_under_the_key_is_a_miss(machine: MooncakeMachine) -> None:
     store = machine.shared()
-    other = MooncakeStore(
-        machine.children.run_dir / "mooncake.json", LAYOUT[::-1], object_bytes(PAGE_BYTES)
-    )
+    other = MooncakeStore(machine.endpoints, LAYOUT[::-1], object_bytes(PAGE_BYTES))
     (key,) = chain("lay", 1)
     blob = page(key)
     seal(blob, key, LAYOUT[::-1])
     assert other.put([key], [blob]) == [True]
     other.close()
     assert read(store, [key]) == [False]
+
+
+def test_a_second_machine_reads_through_a_master_that_is_not_its_own(
+    machine: MooncakeMachine, tmp_path: Path
+) -> None:
+    """As two appliances that share a master: what one put, the other resumes from."""
+    master = machine.children.master_address
+    second = MooncakeMachine(tmp_path, MooncakeSettings(master=master, segment_bytes=16 * MIB))
+    try:
+        assert set(second.children.pids) == {"mooncake_client"}
+        store, other = machine.shared(), second.open()
+        keys = chain("shared", 6)
+        assert store.put(keys, pages(keys)) == [True] * 6
+        assert other.probe(keys) == 6
+        assert read(other, keys) == [True] * 6
+        assert other.remove(keys) == 6
+        assert read(store, keys) == [False] * 6
+    finally:
+        second.close()
