@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-.PHONY: default install demo test test-agents test-py test-cpp fuzz lint fmt serve bench clean
+.PHONY: default install demo test test-agents test-clients test-py test-cpp fuzz lint fmt serve bench clean
 default: lint test-py
 
 install:
@@ -17,6 +17,9 @@ test: install
 test-agents: install
 	@scripts/agents
 	@MOORAGE_AGENTS_DIR=$${MOORAGE_AGENTS_DIR:-.agents} .venv/bin/python -m pytest -q tests/agents
+
+test-clients: install
+	@scripts/clients
 
 test-py: install
 	@.venv/bin/python -m pytest -q

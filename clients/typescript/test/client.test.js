@@ -118,7 +118,9 @@ test("a cancel ends the stream with turn.cancelled, and the session is usable", 
 });
 
 test("forks share a history, rollback drops a turn, a lease is granted and released", async () => {
-  const session = await client.createSession({ model: "default", metadata: { suite: "ts" } });
+  const session = await client.createSession({
+    model: "default", instructions: "Answer in one word. ".repeat(30), metadata: { suite: "ts" },
+  });
   const first = await client.runTurn(session.id, { input: "One.", max_output_tokens: 4, ...GREEDY });
   await client.runTurn(session.id, { input: "Two.", max_output_tokens: 4, ...GREEDY });
   const { data } = await client.fork(session.id, { at: first.id, n: 2 });
