@@ -55,7 +55,7 @@ class ScriptedAppliance:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True
             )
-        self._state = folder / "r" / "state.json"
+        self.state = folder / "r" / "state.json"
         self.url = self._wait_ready()
         self.http = httpx.Client(base_url=self.url, timeout=60.0)
 
@@ -91,7 +91,7 @@ class ScriptedAppliance:
         deadline = time.monotonic() + READY_WAIT_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
-                url = str(json.loads(self._state.read_text())["url"])
+                url = str(json.loads(self.state.read_text())["url"])
                 if httpx.get(f"{url}/ready", timeout=2.0).status_code == 200:
                     return url
             except (OSError, ValueError, httpx.TransportError):

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "agents"
 EXAMPLE_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 120.0
+CLAUDE_TOOLS = "Bash,Read,Write,Edit,Agent"
 NOWHERE = "http://127.0.0.1:9"
 
 
@@ -63,9 +64,9 @@ class Agent:
         folder = "python/bin" if self.name in ("mini", "aider") else "node/node_modules/.bin"
         return self.programs / folder / self.name
 
-    def run(self, task: str, *files: str, goes_on: bool = False) -> Run:
-        """Give it a task; `goes_on`: in the conversation it had last."""
-        command = [str(self.program), *self._arguments(task, goes_on), *files]
+    def run(self, task: str, *more: str, goes_on: bool = False) -> Run:
+        """Give it a task, and `more` arguments; `goes_on`: in the conversation it had last."""
+        command = [str(self.program), *self._arguments(task, goes_on), *more]
         began = time.monotonic()
         process = subprocess.Popen(
             command,
@@ -96,7 +97,7 @@ class Agent:
                 options += ["--dangerously-bypass-approvals-and-sandbox"]
                 return ["exec", *options, *(["resume", "--last"] if goes_on else []), task]
             case "claude":
-                options = ["--output-format", "json", "--allowedTools", "Bash"]
+                options = ["--output-format", "json", "--allowedTools", CLAUDE_TOOLS]
                 return [*(["-c"] if goes_on else []), "-p", task, *options]
             case "mini":
                 config = ["-c", "mini.yaml", "-c", str(self.home / "moorage.yaml")]

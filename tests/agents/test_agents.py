@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -115,6 +117,131 @@ def test_a_conversation_that_goes_on_later_is_still_cached(
     for before, after in zip(asked, asked[1:], strict=False):
         assert_history_was_cached(before, after)
     assert min(shares(asked)[1:]) >= 0.95, asked
+
+
+def field(agent: Agent, snake: str) -> str:
+    """A tool's argument in the agent's own spelling."""
+    if agent.name == "claude":
+        return snake
+    first, *rest = snake.split("_")
+    return first + "".join(word.capitalize() for word in rest)
+
+
+def tool(agent: Agent, name: str, **arguments: str) -> tuple[str, Json]:
+    spelled = {field(agent, key): value for key, value in arguments.items()}
+    return (name.capitalize() if agent.name == "claude" else name), spelled
+
+
+@pytest.mark.parametrize("name", ["opencode", "claude"])
+def test_an_agent_s_own_tools_and_several_calls_in_one_turn_work(
+    served: ScriptedAppliance, agent_of: AgentOf, report: Report, name: str
+) -> None:
+    agent = agent_of(name)
+    path = str(agent.work / "ship.py")
+    source = 'def name():\n\treturn "Hope"  # \\n is no line end, \u00e9 \u2693\n'
+    calls = (
+        tool(agent, "write", file_path=path, content=source),
+        tool(agent, "edit", file_path=path, old_string='"Hope"', new_string='"Faith"'),
+        tool(agent, "read", file_path=path),
+    )
+    mark = served.scenario(
+        f"own-{name}",
+        [
+            Turn(calls=calls[:1]),
+            Turn(calls=calls[1:2]),
+            Turn(text="Both:", calls=calls[2:], commands=("wc -l ship.py",)),
+            Turn(text="Done."),
+        ],
+    )
+    run = agent.run(f"Name the ship. {mark}")
+    assert run.code == 0, run.output
+    assert (agent.work / "ship.py").read_text() == source.replace("Hope", "Faith")
+    asked = served.asked(f"own-{name}")
+    report(line(f"{name}, own tools", asked, run))
+    assert "Faith" in asked[3]["said_last"] and "2 ship.py" in asked[3]["said_last"]
+    for before, after in zip(asked, asked[1:], strict=False):
+        assert_history_was_cached(before, after)
+
+
+def test_a_sub_agent_is_a_branch_under_the_same_name(
+    served: ScriptedAppliance, agent_of: AgentOf
+) -> None:
+    sub = served.scenario(
+        "sub-agent", [Turn(commands=("echo seen-by-sub",)), Turn(text="The sub-agent says 42.")]
+    )
+    given = {
+        "description": "Look it up",
+        "prompt": f"Look it up. {sub}",
+        "run_in_background": False,
+    }
+    mark = served.scenario(
+        "main-agent",
+        [Turn(commands=("echo a",)), Turn(calls=(("Agent", given),)), Turn(text="It is 42.")],
+    )
+    run = agent_of("claude").run(f"Ask somebody. {mark}")
+    assert run.code == 0 and "It is 42." in run.output, run.output
+    asked, below = served.asked("main-agent"), served.asked("sub-agent")
+    assert len(below) == 2 and "seen-by-sub" in below[1]["said_last"]
+    assert len(asked) == 3 and "The sub-agent says 42." in asked[2]["said_last"]
+    for before, after in (*zip(asked, asked[1:], strict=False), below):
+        assert_history_was_cached(before, after)
+    session = served.last_session()
+    assert session["named_by"] == "client" and session["branches"] == 2
+    assert session["requests"] == 5
+
+
+@pytest.mark.parametrize("name", ["codex", "claude"])
+def test_an_agent_outlives_the_server_s_api_process(
+    served: ScriptedAppliance, agent_of: AgentOf, name: str
+) -> None:
+    """Killed while the agent runs a tool: its next request waits for the process that follows."""
+    kill = f"import json,os; os.kill(json.load(open('{served.state}'))['pids']['api'], 9)"
+    mark = served.scenario(
+        f"killed-{name}",
+        [
+            Turn(commands=("echo before",)),
+            Turn(commands=(f'{sys.executable} -c "{kill}"',)),
+            Turn(commands=("echo after > after.txt",)),
+            Turn(text="Still here."),
+        ],
+    )
+    agent = agent_of(name)
+    run = agent.run(f"Do it. {mark}")
+    assert run.code == 0 and "Still here." in run.output, run.output
+    assert (agent.work / "after.txt").read_text() == "after\n"
+    assert [record["turn"] for record in served.asked(f"killed-{name}")] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["codex", "claude"])
+def test_an_agent_that_wants_its_last_word_in_a_schema_gets_it(
+    served: ScriptedAppliance, agent_of: AgentOf, name: str
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"berth": {"type": "string"}, "depth": {"type": "integer"}},
+        "required": ["berth", "depth"],
+        "additionalProperties": False,
+    }
+    said = {"berth": "north", "depth": 12}
+    last = {  # Claude Code gives the model a tool for it
+        "codex": [Turn(text=json.dumps(said))],
+        "claude": [Turn(calls=(("StructuredOutput", said),)), Turn(text="Said.")],
+    }[name]
+    mark = served.scenario(f"schema-{name}", [Turn(commands=("echo a",)), *last])
+    agent = agent_of(name)
+    (agent.home / "schema.json").write_text(json.dumps(schema))
+    option = {
+        "codex": ("--output-schema", str(agent.home / "schema.json")),
+        "claude": ("--json-schema", json.dumps(schema)),
+    }[name]
+    run = agent.run(f"Where? {mark}", *option)
+    assert run.code == 0, run.output
+    events = [json.loads(line) for line in run.output.splitlines() if line.startswith("{")]
+    if name == "codex":
+        messages = [e["item"]["text"] for e in events if e.get("item", {}).get("text")]
+        assert json.loads(messages[-1]) == said
+    else:
+        assert events[-1]["structured_output"] == said
 
 
 def test_aider_edits_a_file_without_tools(

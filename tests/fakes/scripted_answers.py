@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine.text.assets import TextAssets
 from tools_schema.formats.registry import guess_format
 from tools_schema.rendering import CallText, render_calls
@@ -33,15 +35,16 @@ _TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.S)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One answer. `commands`: each becomes a call, all in this one turn."""
+    """One answer. `calls` (a tool's name, its arguments) and `commands` all become calls in it."""
 
     text: str = ""
     reasoning: str = ""
+    calls: tuple[tuple[str, Json], ...] = ()
     commands: tuple[str, ...] = ()
 
     @property
     def needs_tools(self) -> bool:
-        return bool(self.commands)
+        return bool(self.commands or self.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +59,7 @@ def write_scenario(directory: Path, name: str, turns: Sequence[Turn]) -> str:
     """Write a scenario into a model's directory; returns the mark that calls for it."""
     folder = directory / "scenarios"
     folder.mkdir(exist_ok=True)
-    plain = [
-        {"text": t.text, "reasoning": t.reasoning, "commands": list(t.commands)} for t in turns
-    ]
-    (folder / f"{name}.json").write_text(json.dumps(plain))
+    (folder / f"{name}.json").write_bytes(msgspec.json.encode(turns))
     return f"[[{name}]]"
 
 
@@ -95,10 +95,7 @@ class AnswerBook:
         path = self._folder / f"{name}.json"
         if name is None or not path.exists():
             return []
-        return [
-            Turn(text=t["text"], reasoning=t["reasoning"], commands=tuple(t["commands"]))
-            for t in json.loads(path.read_text())
-        ]
+        return msgspec.json.decode(path.read_bytes(), type=list[Turn])
 
     def _spell(self, turn: Turn, tools: Sequence[Json]) -> str:
         thought = ""
@@ -108,7 +105,8 @@ class AnswerBook:
             before = tags.begin + tags.layout_after_begin
             after = tags.layout_before_end + tags.end + tags.layout_after_end
             thought = before + turn.reasoning + after
-        calls = [_shell_call(tools, command) for command in turn.commands]
+        calls = [_call(tools, name, arguments) for name, arguments in turn.calls]
+        calls += [_shell_call(tools, command) for command in turn.commands]
         between = "\n" if turn.text and calls else ""
         return thought + turn.text + between + render_calls(self._format, calls)
 
@@ -139,16 +137,20 @@ def _scenario(messages: Sequence[tuple[str, str]]) -> tuple[str | None, int]:
     return None, len(messages) - 1
 
 
+def _call(tools: Sequence[Json], name: str, arguments: Json) -> CallText:
+    """A call with its arguments in the schema's order, and blanks no client would write back."""
+    schema = next(tool["parameters"] for tool in tools if tool["name"] == name)
+    ordered = {field: arguments[field] for field in schema["properties"] if field in arguments}
+    assert len(ordered) == len(arguments), (name, arguments)
+    return CallText(name=name, arguments=json.dumps(ordered, separators=(", ", ":  ")))
+
+
 def _shell_call(tools: Sequence[Json], command: str) -> CallText:
     for tool in tools:
         properties = tool["parameters"].get("properties", {})
         wanted = next((name for name in COMMAND_FIELDS if name in properties), None)
         if tool["name"].lower() in SHELL_TOOLS and wanted is not None:
-            arguments = _arguments(tool["parameters"], wanted, command)
-            # As no client would write it back: blanks that carry no meaning.
-            return CallText(
-                name=tool["name"], arguments=json.dumps(arguments, separators=(", ", ":  "))
-            )
+            return _call(tools, tool["name"], _arguments(tool["parameters"], wanted, command))
     raise AssertionError(f"no tool runs a command: {[tool['name'] for tool in tools]}")
 
 
