@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 2
 
 
-class _Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """Ends the streams that would never end by themselves before it waits for the others."""
 
     def __init__(self, config: uvicorn.Config, context: ApiContext) -> None:
@@ -60,7 +60,7 @@ def main() -> int:
         logger.error("%s", error)
         return 1
     app = create_app(services)
-    server = _Server(
+    server = DrainingServer(
         uvicorn.Config(
             app,
             loop="uvloop",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from appliance.errors import ApiError
 from appliance.metrics import Metrics
 from appliance.turn_ending import TurnEnding
 from sessions.config import SessionsConfig
-from sessions.errors import StoreFull
+from sessions.errors import StoreFull, StoreUnavailable
 from sessions.session import Session
 from sessions.sqlite_store import SqliteSessionStore
 from sessions.turn_log import Record
+from tests.fakes.appliance import RunningApp, says, sse_events
 from tests.fakes.session_turns import NOW_MS, fresh_session, pending
 
 
@@ -72,3 +74,40 @@ def test_whoever_asks_for_the_end_gets_it_at_once_or_hears_why_not(tmp_path: Pat
         await store.close()
 
     asyncio.run(scenario())
+
+
+class StubbornStore(SqliteSessionStore):
+    """A store that takes no end of a turn for as long as it is told."""
+
+    is_stubborn = True
+
+    async def commit_turn(self, session: Session, record: Record) -> Session:
+        if self.is_stubborn:
+            raise StoreUnavailable("the file is locked")
+        return await super().commit_turn(session, record)
+
+
+def test_a_cancel_while_the_store_refuses_the_end_says_so_and_later_tells_the_end(
+    tmp_path: Path,
+) -> None:
+    with RunningApp(tmp_path, says("one two three four five six"), tokens_per_s=20.0) as app:
+        stubborn = StubbornStore(app.config.sessions)
+        asyncio.run_coroutine_threadsafe(stubborn.open(), app.loop).result(10)
+        app.services.store._store = stubborn  # type: ignore[attr-defined]
+        session_id = app.session()
+        path = f"/v1/sessions/{session_id}/turns"
+        with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
+            turn_id = next(sse_events(reply))["turn_id"]
+        started_s = time.monotonic()
+        answer = app.post(f"{path}/{turn_id}/cancel")
+        assert app.error(answer)[:2] == (503, "store_unavailable")
+        assert "not stored yet" in answer.json()["error"]["message"]
+        assert time.monotonic() - started_s < 10
+        assert app.get(f"{path}/{turn_id}").json()["status"] == "running"
+        stubborn.is_stubborn = False
+        deadline = time.monotonic() + 20
+        while (answer := app.post(f"{path}/{turn_id}/cancel")).status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert answer.json()["status"] == "cancelled"
+        assert app.get(f"{path}/{turn_id}").json() == answer.json()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from appliance.api_main import DrainingServer
 from appliance.app import create_app
 from appliance.config import config_from_table
 from appliance.services import Services, build_services
@@ -101,7 +103,7 @@ class RunningApp:
         self.services = build_services(self.config, self._assets or default_assets())
         self.asgi = create_app(self.services)
         config = uvicorn.Config(self.asgi, ws="none", log_config=None, timeout_graceful_shutdown=1)
-        self._server = uvicorn.Server(config)
+        self._server = DrainingServer(config, self.asgi.state.context)
         listener = self._listener.dup()
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
@@ -122,6 +124,11 @@ class RunningApp:
         requests going on."""
         self.stop()
         self.start()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop the app runs on."""
+        return self.services.client._tasks[0].get_loop()
 
     # What tests say often -----------------------------------------------------------------
 

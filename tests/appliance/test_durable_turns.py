@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns outlive their process: those that wait, those of processes that died, those of others."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+
+from appliance.turn_takeover import TurnTakeover
+from tests.appliance.test_conflicts import follow, start, texts
+from tests.fakes.appliance import Json, RunningApp, says, sse_events
+from tests.fakes.redis_server import RedisServer
+
+T = TypeVar("T")
+WORDS = "one two three four five six seven eight nine ten eleven twelve"
+
+
+@pytest.fixture
+def own_app(tmp_path: Path) -> Iterator[RunningApp]:
+    with RunningApp(tmp_path, says(WORDS)) as app:
+        yield app
+
+
+def read_on(app: RunningApp, session_id: str, turn_id: str, after: int = 0) -> list[Json]:
+    path = f"/v1/sessions/{session_id}/turns/{turn_id}/events"
+    with app.http.stream("GET", path, params={"starting_after": after}) as reply:
+        assert reply.status_code == 200, reply.read()
+        return list(sse_events(reply))
+
+
+def test_turns_that_wait_outlive_a_restart_in_their_order(own_app: RunningApp) -> None:
+    app = own_app
+    app.engine.pause()
+    session_id = app.session(on_conflict="queue")
+    path = f"/v1/sessions/{session_id}/turns"
+    turn_ids = [start(app, session_id, text) for text in ("one", "two")]
+    headers = {"Idempotency-Key": "k"}
+    body = {"input": "three", "stream": True}
+    with app.http.stream("POST", path, json=body, headers=headers) as reply:
+        turn_ids.append(next(sse_events(reply))["turn_id"])
+    app.restart()
+    waiting = app.get(f"{path}/{turn_ids[2]}").json()
+    assert (waiting["status"], waiting["input"][0]["content"][0]["text"]) == ("queued", "three")
+    # Its key answers, and so does the other body under it.
+    again = app.post(path, {**body, "input": "other"}, headers=headers)
+    assert app.error(again)[:2] == (422, "idempotency_key_reused")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        attached = pool.submit(app.post, path, {"input": "three"}, headers=headers, timeout=30)
+        time.sleep(0.2)
+        app.engine.resume()
+        assert attached.result().json()["id"] == turn_ids[2]
+    for turn_id in turn_ids:
+        events = follow(app, session_id, turn_id)
+        assert events[-1]["type"] == "turn.completed"
+        assert [e["sequence_number"] for e in events] == list(range(1, len(events) + 1))
+        assert [e["type"] for e in events].count("turn.created") == 1
+    assert texts(app, session_id) == ["one", "two", "three"]
+    assert len(app.engine.requests) == 3
+
+
+def test_a_queued_turn_that_was_cancelled_stays_so_after_a_restart(own_app: RunningApp) -> None:
+    app = own_app
+    app.engine.pause()
+    session_id = app.session(on_conflict="queue")
+    first, second = (start(app, session_id, text) for text in ("one", "two"))
+    path = f"/v1/sessions/{session_id}/turns/{second}"
+    answer = app.post(f"{path}/cancel").json()
+    app.restart()
+    app.engine.resume()
+    assert app.get(path).json() == answer and answer["status"] == "cancelled"
+    assert follow(app, session_id, first)[-1]["type"] == "turn.completed"
+    assert texts(app, session_id) == ["one"]
+
+
+def test_a_reader_is_told_to_come_back_where_its_turn_outlasts_the_drain(
+    own_app: RunningApp,
+) -> None:
+    app = own_app
+    app.engine.tokens_per_s = 20.0
+    session_id = app.session()
+    path = f"/v1/sessions/{session_id}/turns"
+    seen: list[Json] = []
+    stopper = threading.Thread(target=app.stop)
+    with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
+        for event in sse_events(reply):
+            seen.append(event)
+            if event["type"] == "response.output_text.delta" and not stopper.ident:
+                stopper.start()
+    stopper.join()
+    last = seen.pop()
+    assert last["type"] == "stream.reconnect" and "sequence_number" not in last
+    assert last["starting_after"] == len(seen) == seen[-1]["sequence_number"]
+    app.start()
+    rest = read_on(app, session_id, last["turn_id"], last["starting_after"])
+    assert rest[-1]["type"] == "turn.completed"
+    numbers = [e["sequence_number"] for e in (*seen, *rest)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    deltas = [e["delta"] for e in (*seen, *rest) if e["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == WORDS
+
+
+def test_who_waits_for_an_answer_without_a_stream_is_told_too(own_app: RunningApp) -> None:
+    app = own_app
+    app.engine.tokens_per_s = 20.0
+    session_id = app.session()
+    path = f"/v1/sessions/{session_id}/turns"
+    headers = {"Idempotency-Key": "k"}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(app.post, path, {"input": "go"}, headers=headers)
+        while not app.engine.requests:
+            time.sleep(0.01)
+        app.stop()
+        reply = waiting.result()
+    assert app.error(reply)[:2] == (503, "draining")
+    assert reply.headers["retry-after"] == "1"
+    turn_id = reply.json()["error"]["turn_id"]
+    app.start()
+    turn = app.post(path, {"input": "go"}, headers=headers).json()
+    assert (turn["id"], turn["status"]) == (turn_id, "completed")
+    assert len(app.engine.requests) == 1
+
+
+# Several processes ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def two_apps(tmp_path: Path, redis_server: RedisServer) -> Iterator[tuple[RunningApp, RunningApp]]:
+    """Two API processes with engines of their own that share a store."""
+    sessions = {
+        "store": "redis",
+        "redis_url": redis_server.url,
+        "redis_key_prefix": f"{tmp_path.name}:",
+    }
+    with (
+        RunningApp(tmp_path / "a", says(WORDS), settings={"sessions": sessions}) as one,
+        RunningApp(tmp_path / "b", says(WORDS), settings={"sessions": sessions}) as two,
+    ):
+        yield one, two
+
+
+def adopt(app: RunningApp, *, alive_ms: int) -> int:
+    """One look of a process after the turns of those that have been silent for so long."""
+    takeover = TurnTakeover(app.services, app.asgi.state.context.turns, alive_ms=alive_ms)
+    return run_in(app, takeover.adopt_orphans())
+
+
+def run_in(app: RunningApp, work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(work, app.loop).result(10)
+
+
+def test_turns_of_a_dead_process_are_taken_up_by_another(
+    two_apps: tuple[RunningApp, RunningApp],
+) -> None:
+    dead, other = two_apps
+    dead.engine.pause()
+    session_id = dead.session(on_conflict="queue")
+    path = f"/v1/sessions/{session_id}/turns"
+    headers = {"Idempotency-Key": "k"}
+    body = {"input": "one", "stream": True}
+    with dead.http.stream("POST", path, json=body, headers=headers) as reply:
+        running = next(sse_events(reply))["turn_id"]
+    waiting = start(dead, session_id, "two")
+    dead.stop()
+    assert adopt(other, alive_ms=0) == 0  # it may still be alive
+    dead_owner = dead.services.owner
+    run_in(other, other.services.store.beat(dead_owner, other.services.clock_ms() - 1))
+    assert adopt(other, alive_ms=0) == 2
+    assert follow(other, session_id, running)[-1]["type"] == "turn.completed"
+    assert follow(other, session_id, waiting)[-1]["type"] == "turn.completed"
+    assert texts(other, session_id) == ["one", "two"]
+    turn = other.post(path, {"input": "one"}, headers=headers).json()
+    assert (turn["id"], turn["status"]) == (running, "completed")
+    dead.engine.resume()
+    dead.start()  # it comes back late, and leaves alone what is no longer its own
+    assert len(other.engine.requests) == 2
+    assert dead.get(f"/v1/sessions/{session_id}").json()["revision"] == 2
+    assert dead.turn(session_id, "three")["status"] == "completed"
+
+
+def test_a_turn_of_another_process_is_followed_to_its_end_and_waited_for(
+    two_apps: tuple[RunningApp, RunningApp],
+) -> None:
+    one, two = two_apps
+    one.engine.tokens_per_s = 15.0
+    session_id = one.session(on_conflict="queue")
+    turn_id = start(one, session_id, "first")
+    path = f"/v1/sessions/{session_id}/turns"
+    reply = two.post(f"{path}/{turn_id}/cancel")
+    assert app_error(reply) == (409, "turn_in_progress")
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        second = pool.submit(httpx.post, f"{two.url}{path}", json={"input": "2nd"}, timeout=30)
+        events = pool.submit(read_on, two, session_id, turn_id)
+        assert events.result()[-1]["type"] == "turn.completed"
+        assert second.result().json()["status"] == "completed"
+    assert texts(two, session_id) == ["first", "2nd"]
+
+
+def app_error(reply: httpx.Response) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["code"]
