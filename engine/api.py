@@ -127,7 +127,8 @@ class DropPrefix(msgspec.Struct, tag="drop_prefix", kw_only=True):
 class LeasePrefix(msgspec.Struct, tag="lease_prefix", kw_only=True):
     """Promise to evict this prefix last, for so long; a lease of the same id is replaced.
 
-    The answer is a `LeaseReply`; what becomes of the lease later, a `LeaseChanged` to this peer.
+    tier: l1 | l2 | l3, where it is kept; the lease covers what of the prefix lies there. The
+    answer is a `LeaseReply`; what becomes of the lease later, a `LeaseChanged` to this peer.
     Leases do not outlive their engine process.
     """
 
@@ -137,6 +138,7 @@ class LeasePrefix(msgspec.Struct, tag="lease_prefix", kw_only=True):
     ttl_ms: int
     tenant: str = "default"
     salt: str = ""
+    tier: str = "l1"
 
 
 class ReleaseLease(msgspec.Struct, tag="release_lease", kw_only=True):
@@ -344,7 +346,8 @@ class LeaseReply(msgspec.Struct, tag="lease", kw_only=True):
 
 
 class LeaseChanged(msgspec.Struct, tag="lease_changed", kw_only=True):
-    """kind: granted | clipped | denied (was queued), revoked (pressure cut it), expired."""
+    """kind: granted | clipped | denied (was queued), demoted (under pressure: from now on it covers
+    that much in l2), revoked (it lost the rest), expired."""
 
     lease_id: str
     kind: str

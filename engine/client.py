@@ -226,6 +226,7 @@ class EngineClient:
         *,
         tenant: str = "default",
         salt: str = "",
+        tier: str = "l1",
         timeout_s: float = 10.0,
     ) -> api.LeaseReply:
         """Ask for a lease, or renew it. Raises: EngineUnavailableError.
@@ -240,6 +241,7 @@ class EngineClient:
             ttl_ms=ttl_ms,
             tenant=tenant,
             salt=salt,
+            tier=tier,
         )
         return await self._ask(api.LeaseReply, query_id, message, timeout_s)
 

@@ -19,6 +19,7 @@ from engine.transport import unpack_ids
 MAX_TTL_MS = 1 << 40
 MAX_LEASES = 65_536
 ENDED = ("denied", "expired")
+TIERS = ("l1", "l2", "l3")
 
 
 class LeaseDesk:
@@ -32,7 +33,12 @@ class LeaseDesk:
         self._holders: dict[int, tuple[str, bytes]] = {}
 
     def lease(self, peer: bytes, message: api.LeasePrefix, now_ms: int) -> api.LeaseReply:
-        """Grant what can be. Raises: ValueError for broken ids, a wrong ttl, too many leases."""
+        """Grant what can be.
+
+        Raises: ValueError for broken ids, a wrong ttl, too many leases, a tier there is not.
+        """
+        if message.tier not in TIERS:
+            raise RequestError("tier", message.tier, ", ".join(TIERS))
         if not 0 < message.ttl_ms <= MAX_TTL_MS:
             raise RequestError("ttl_ms", message.ttl_ms, f"1 to {MAX_TTL_MS}")
         if message.lease_id not in self._number_of and len(self._holders) >= MAX_LEASES:
@@ -45,6 +51,7 @@ class LeaseDesk:
             until_ms=now_ms + message.ttl_ms,
             tenant=message.tenant,
             salt=message.salt,
+            tier=message.tier,
         )
         if grant.state == "denied":
             self._forget(number)

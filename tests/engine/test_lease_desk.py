@@ -112,6 +112,7 @@ def test_senseless_leases_and_hints_change_nothing_and_the_engine_lives(tmp_path
             client.lease("a", history, 1 << 62, timeout_s=0.2),
             client.lease("a", history[:-1], 1000, timeout_s=0.2),
             client.lease("a", b"", 1000, timeout_s=0.2),
+            client.lease("a", history, 1000, tier="l4", timeout_s=0.2),
             client.hint_prefix(history, 1.5, timeout_s=0.2),
         ):
             with pytest.raises(EngineUnavailableError):
