@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import pytest
 
 from tests.agents.running_agents import ROOT, Agent
 from tests.fakes.scripted_answers import Turn, write_scenario
-from tests.fakes.scripted_model_serve import write_scripted_model
+from tests.fakes.scripted_model_serve import DEFAULT_FAMILY, write_scripted_model
 
 PROGRAMS = "MOORAGE_AGENTS_DIR"
 READY_WAIT_S = 120.0
@@ -36,8 +37,8 @@ _table: list[str] = []
 class ScriptedAppliance:
     """`moorage serve` with a scripted model, and what its model was asked."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = write_scripted_model(folder / "model")
+    def __init__(self, folder: Path, family: str) -> None:
+        self.model = write_scripted_model(folder / "model", family)
         self.log = folder / "log"
         settings = [
             "server.port=0",
@@ -100,26 +101,39 @@ class ScriptedAppliance:
         raise RuntimeError(f"the appliance is not ready:\n{self.log.read_text()[-3000:]}")
 
 
-@pytest.fixture(scope="session")
-def served() -> Iterator[ScriptedAppliance]:
+@contextlib.contextmanager
+def serving(family: str) -> Iterator[ScriptedAppliance]:
     # Not pytest's tmp_path: the names of sockets below must stay short.
     with tempfile.TemporaryDirectory(prefix="moorage-agents-") as folder:
-        running = ScriptedAppliance(Path(folder))
+        running = ScriptedAppliance(Path(folder), family)
         try:
             yield running
         finally:
             running.stop()
 
 
-@pytest.fixture
-def agent_in(served: ScriptedAppliance, tmp_path: Path) -> Callable[[str, str], Agent]:
-    """Makes an agent by its name and a folder's; missing: skipped, but a failure under CI."""
+@pytest.fixture(scope="session")
+def served() -> Iterator[ScriptedAppliance]:
+    with serving(DEFAULT_FAMILY) as running:
+        yield running
 
-    def make(name: str, folder: str) -> Agent:
+
+@pytest.fixture(scope="module", params=["qwen_xml", "deepseek_v3_2"])
+def served_family(request: pytest.FixtureRequest) -> Iterator[ScriptedAppliance]:
+    """Models of other families: calls as tagged parameters, typed by the agents' own schemas."""
+    with serving(request.param) as running:
+        yield running
+
+
+@pytest.fixture
+def agent_at(tmp_path: Path) -> Callable[[str, str, str], Agent]:
+    """Makes an agent for a URL, in a folder; missing: skipped, but a failure under CI."""
+
+    def make(name: str, url: str, folder: str) -> Agent:
         agent = Agent(
             name=name,
             programs=Path(os.environ[PROGRAMS]).absolute(),
-            url=served.url,
+            url=url,
             home=tmp_path / folder / "home",
             work=tmp_path / folder / "work",
         )
@@ -135,9 +149,11 @@ def agent_in(served: ScriptedAppliance, tmp_path: Path) -> Callable[[str, str], 
 
 
 @pytest.fixture
-def agent_of(agent_in: Callable[[str, str], Agent]) -> Callable[[str], Agent]:
+def agent_of(
+    served: ScriptedAppliance, agent_at: Callable[[str, str, str], Agent]
+) -> Callable[[str], Agent]:
     """Makes an agent by its name, ready to run."""
-    return lambda name: agent_in(name, "agent")
+    return lambda name: agent_at(name, served.url, "agent")
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def test_a_conversation_of_more_than_128k_tokens_is_cached(served: ScriptedAppli
 
 
 def test_agents_that_run_at_the_same_time_get_their_own_answers(
-    served: ScriptedAppliance, agent_in: Callable[[str, str], Agent]
+    served: ScriptedAppliance, agent_at: Callable[[str, str, str], Agent]
 ) -> None:
     runs: dict[str, Any] = {}
     threads = []
@@ -122,7 +122,7 @@ def test_agents_that_run_at_the_same_time_get_their_own_answers(
             f"together-{place}",
             [Turn(commands=(f"echo is-{place} > own.txt",)), Turn(text=f"Done {place}.")],
         )
-        agent = agent_in(name, f"agent-{place}")
+        agent = agent_at(name, served.url, f"agent-{place}")
 
         def work(agent: Agent = agent, mark: str = mark, place: int = place) -> None:
             runs[f"{place}"] = (agent, agent.run(f"Do it. {mark}"))

@@ -30,7 +30,7 @@ LAST_CHARS = 6000  # of what a prompt says last, for the transcript
 
 Json = dict[str, Any]
 _MARK = re.compile(r"\[\[([a-z0-9-]+)\]\]")
-_TOOLS = re.compile(r"<tools>\n(.*?)\n</tools>", re.S)
+_TOOL = re.compile(r'\{"type": "function", "function": ')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +122,12 @@ def _messages(prompt: str) -> list[tuple[str, str]]:
 
 
 def _tools(messages: Sequence[tuple[str, str]]) -> list[Json]:
+    """The tools that the system's message declares, however its family frames them."""
     system = messages[0][1] if messages and messages[0][0] == "system" else ""
-    found = _TOOLS.search(system)
-    return [json.loads(line)["function"] for line in found[1].split("\n")] if found else []
+    decoder = json.JSONDecoder()
+    return [
+        decoder.raw_decode(system, found.start())[0]["function"] for found in _TOOL.finditer(system)
+    ]
 
 
 def _scenario(messages: Sequence[tuple[str, str]]) -> tuple[str | None, int]:

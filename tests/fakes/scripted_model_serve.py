@@ -16,15 +16,20 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from engine.weights.gguf import open_gguf
 from engine.weights.source import resolve_model
 from tests.fakes.hf_text import MARKUP, TEMPLATES
+from tools_schema.formats.registry import get_format
 
 ENGINE_MODULE = "tests.fakes.scripted_model_serve"
 CONTEXT_LEN = 256 * 1024
-FAMILY = "hermes_like"
+DEFAULT_FAMILY = "hermes_like"
 END_OF_TURN = "<|im_end|>"
 
 
-def write_scripted_model(directory: Path) -> Path:
-    """SmolLM2's vocabulary, a template with tools, a long context, and no weights."""
+def write_scripted_model(directory: Path, family: str = DEFAULT_FAMILY) -> Path:
+    """SmolLM2's vocabulary, ChatML, a long context, and no weights.
+
+    `family`: "hermes_like" has tools in its template; a tool format's name stands for a template
+    that knows none, but gives that format away.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -38,9 +43,15 @@ def write_scripted_model(directory: Path) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TURN}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    template = (TEMPLATES / f"{FAMILY}.jinja").read_text()
-    (directory / "chat_template.jinja").write_text(template)
+    (directory / "chat_template.jinja").write_text(_template(family))
     return directory
+
+
+def _template(family: str) -> str:
+    if family == DEFAULT_FAMILY:
+        return (TEMPLATES / f"{family}.jinja").read_text()
+    given_away = " ".join(get_format(family).probes[0])
+    return "{# " + given_away + " #}" + (TEMPLATES / "chatml.jinja").read_text()
 
 
 def _tokenizer() -> Tokenizer:
@@ -52,7 +63,7 @@ def _tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", END_OF_TURN])
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP[FAMILY]])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKUP[DEFAULT_FAMILY]])
     return tokenizer
 
 
