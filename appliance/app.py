@@ -28,6 +28,7 @@ from appliance.api import (
     models,
     responses,
     sessions,
+    tiers,
     turns,
 )
 from appliance.api.body_errors import as_body_error
@@ -36,13 +37,17 @@ from appliance.cli_options import VERSION
 from appliance.compaction import Compactor
 from appliance.errors import ApiError, as_api_error, error_body_for, error_headers
 from appliance.history_room import HistoryRoom
+from appliance.holds import HoldKeeper
 from appliance.leases import LeaseService
 from appliance.middleware import BodyRefused, RequestFrame
+from appliance.parking import Parking
 from appliance.prefill import Prefiller
 from appliance.services import Services
 from appliance.session_history import SessionHistory
 from appliance.session_service import SessionService
 from appliance.session_views import SessionViews
+from appliance.signals import SignalService
+from appliance.tier_facts import TierWatch
 from appliance.turn_takeover import TurnTakeover
 from appliance.turns import TurnService
 from engine.errors import EngineError
@@ -68,6 +73,7 @@ ROUTERS = tuple(
         models,
         health,
         admin,
+        tiers,
     )
 )
 
@@ -77,15 +83,19 @@ def create_app(services: Services) -> FastAPI:
     prefiller = Prefiller(services)
     room = HistoryRoom(services, Compactor(services, prefiller))
     turn_service = TurnService(services, room)
+    leases, tiers = LeaseService(services), TierWatch(services.client)
     context = ApiContext(
         services,
         turn_service,
         SessionService(services, turn_service, prefiller),
         SessionViews(services),
         SessionHistory(services),
-        LeaseService(services),
+        leases,
         prefiller,
         room,
+        SignalService(services, tiers),
+        Parking(services, leases, tiers),
+        HoldKeeper(services),
         TurnTakeover(services, turn_service),
     )
     app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
@@ -132,6 +142,8 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
             sweeper.cancel()
         await context.turns.drain(services.config.server.drain_s)
         await context.room.close()
+        await context.signals.close()
+        await context.holds.close()
         await context.leases.close()
         await context.prefiller.close()
         await services.client.close()

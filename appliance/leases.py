@@ -88,7 +88,7 @@ class LeaseService:
         try:
             lease = await racing(once)
         except SessionError:
-            await self._let_go(lease_id)
+            await self.let_go(lease_id)
             raise
         self._tell(session_id, lease, lease.state)
         return lease_wire(session_id, lease)
@@ -102,7 +102,7 @@ class LeaseService:
             await store.update(session.release_lease(lease_id))
 
         await racing(once)
-        await self._let_go(lease_id)
+        await self.let_go(lease_id)
 
     async def list(self, tenant: str | None, session_id: str) -> dict[str, Any]:
         """Return the live leases of a session."""
@@ -142,7 +142,7 @@ class LeaseService:
             self._chore(self._assert_guarded(session.id))
         elif kind in ENDS:
             for lease in session.leases:
-                self._chore(self._let_go(lease.id))
+                self._chore(self.let_go(lease.id))
 
     async def _assert_guarded(self, session_id: str) -> None:
         try:
@@ -158,7 +158,7 @@ class LeaseService:
         for lease in (*self._live(session), *self._wished(session)):
             found = await self._asserted(session, lease)
             if found is None:
-                await self._let_go(lease.id)
+                await self.let_go(lease.id)
             else:
                 self._session_of[lease.id] = session_id
                 leases.append(found)
@@ -209,11 +209,17 @@ class LeaseService:
             if change.kind == "expired":
                 changed, kept = replace(old, tokens_granted=0), None
             else:
-                is_whole = change.kind == "granted"
+                is_demoted = change.kind == "demoted"
+                is_whole = change.kind == "granted" or (
+                    is_demoted and change.num_tokens >= old.tokens_granted
+                )
                 state = "granted" if is_whole else "clipped" if change.num_tokens else "queued"
-                reason = {"revoked": "pressure"}.get(change.kind, None if is_whole else "budget")
+                reason = None if is_whole else "budget"
+                if change.kind in ("revoked", "demoted"):
+                    reason = "pressure"
+                tier = "l2" if change.kind == "demoted" else old.tier
                 changed = kept = replace(
-                    old, state=state, tokens_granted=change.num_tokens, reason=reason
+                    old, tier=tier, state=state, tokens_granted=change.num_tokens, reason=reason
                 )
             leases = tuple(kept if x is old else x for x in session.leases)
             live = tuple(lease for lease in leases if lease is not None)
@@ -242,16 +248,18 @@ class LeaseService:
         *,
         most_tokens: int | None = None,
     ) -> LeaseGrant:
-        """Ask the engine; only L1 is there. Raises what `TurnLog.cut` raises."""
+        """Ask the engine. Raises what `TurnLog.cut` raises."""
         services = self._services
         log = await services.store.read_log(session)
         num_tokens = log.num_tokens_until(upto)
         if most_tokens is not None:
             num_tokens = min(num_tokens, most_tokens)
-        if tier != "l1" or not num_tokens:
-            reason = "tier_not_configured" if tier != "l1" else "nothing_to_lease"
+        if not num_tokens:
             return LeaseGrant(
-                state="denied", tokens_requested=num_tokens, tokens_granted=0, reason=reason
+                state="denied",
+                tokens_requested=num_tokens,
+                tokens_granted=0,
+                reason="nothing_to_lease",
             )
         reply = await services.client.lease(
             lease_id,
@@ -259,6 +267,7 @@ class LeaseService:
             ttl_ms,
             tenant=session.tenant,
             salt=services.salt_of(session.tenant),
+            tier=tier,
         )
         return LeaseGrant(
             state=reply.state,
@@ -267,7 +276,8 @@ class LeaseService:
             reason=reply.reason or None,
         )
 
-    async def _let_go(self, lease_id: str) -> None:
+    async def let_go(self, lease_id: str) -> None:
+        """Have the engine forget a lease that the store does not know any more."""
         self._session_of.pop(lease_id, None)
         try:
             await self._services.client.release_lease(lease_id)

@@ -17,6 +17,7 @@ from appliance.errors import ApiError
 from appliance.races import racing
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_settings import check_imported
+from engine.errors import EngineError
 from sessions.export import export_lines, import_lines
 from sessions.history import rollback
 from sessions.session import Session
@@ -24,6 +25,8 @@ from sessions.store import ListQuery
 from sessions.turn_log import TurnLog
 
 logger = logging.getLogger(__name__)
+
+FORGET_S = 5.0
 
 
 class SessionHistory:
@@ -96,9 +99,14 @@ async def release_kv(
         num_shared = sum(span.num_records for span in session.lineage)
         shared = sum(record.num_tokens for record in log.records[:num_shared])
         keep_tokens = max(keep_tokens, shared)
+    salt = services.salt_of(session.tenant)
     if keep_tokens < log.num_tokens:
-        salt = services.salt_of(session.tenant)
         await services.client.drop_prefix(log.token_ids, keep_tokens, salt=salt)
+    if not keep_tokens and log.token_ids and services.client.is_ready:
+        try:
+            await services.client.move_prefix(log.token_ids, "none", salt=salt, timeout_s=FORGET_S)
+        except EngineError as error:  # it decays instead
+            logger.info("lower tiers not told: %s", error, extra={"session_id": session.id})
 
 
 def check_fits(session: Session, limit: int, path: str) -> None:

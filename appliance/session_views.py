@@ -17,6 +17,7 @@ from engine.errors import EngineUnavailableError
 from sessions.errors import ItemNotFound
 from sessions.leases import leased_tokens
 from sessions.session import Session
+from sessions.settings import TIERS
 from sessions.token_codec import count, decode_ids
 from sessions.turn_log import TURN, PendingTurn, Record, TurnLog
 
@@ -78,11 +79,12 @@ class SessionViews:
         services = self._services
         session = await services.store.get(session_id, tenant=tenant)
         log = await services.store.read_log(session)
+        now_ms = services.clock_ms()
         view: dict[str, Any] = {
             "object": "session.cache",
             "session_id": session_id,
             "tokens_total": session.num_tokens,
-            "leased": leased_tokens(session.leases, "l1", services.clock_ms()),
+            "leased": max(leased_tokens(session.leases, tier, now_ms) for tier in TIERS),
             "reasoning": reasoning_wire(session, log),
             "last_turn": None,
             "miss": None,

@@ -121,16 +121,11 @@ def _grant(state: str, requested: int, granted: int, reason: str | None) -> Leas
     )
 
 
-def hold_directive(hold: HoldTimes, last_used_ms: int, now_ms: int) -> LeaseDirective:
-    """Where an idle session's prefix is wished to be now, from its hold times alone.
-
-    Past the last hold time the wish is over: tier l3, until_ms in the past.
-    """
-    for tier, hold_ms in (("l1", hold.l1_ms), ("l2", hold.l2_ms), ("l3", hold.l3_ms)):
-        if now_ms < last_used_ms + hold_ms:
-            decision = {"l1": KEEP, "l2": DEMOTE_L2, "l3": DEMOTE_L3}[tier]
-            return LeaseDirective(decision=decision, tier=tier, until_ms=last_used_ms + hold_ms)
-    return LeaseDirective(decision=IGNORED, tier="l3", until_ms=last_used_ms + hold.l3_ms)
+def hold_left(hold: HoldTimes, last_used_ms: int, now_ms: int) -> tuple[int, int, int]:
+    """How much longer an idle session's prefix is wanted in L1, L2 and L3, in milliseconds."""
+    times = (hold.l1_ms, hold.l2_ms, hold.l3_ms)
+    l1, l2, l3 = (max(0, last_used_ms + hold_ms - now_ms) for hold_ms in times)
+    return l1, l2, l3
 
 
 def decide_signal(

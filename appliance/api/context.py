@@ -16,12 +16,15 @@ from fastapi import Depends, Request
 
 from appliance.errors import ApiError
 from appliance.history_room import HistoryRoom
+from appliance.holds import HoldKeeper
 from appliance.leases import LeaseService
+from appliance.parking import Parking
 from appliance.prefill import Prefiller
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_history import SessionHistory
 from appliance.session_service import SessionService
 from appliance.session_views import SessionViews
+from appliance.signals import SignalService
 from appliance.turn_takeover import TurnTakeover
 from appliance.turns import TurnService
 
@@ -40,6 +43,9 @@ class ApiContext:
     leases: LeaseService
     prefiller: Prefiller
     room: HistoryRoom
+    signals: SignalService
+    parking: Parking
+    holds: HoldKeeper
     takeover: TurnTakeover
 
 

@@ -15,7 +15,6 @@ from appliance.api.context import Caller, Context, admin_only
 from appliance.api.sse import event_stream
 from appliance.api.wire_sessions import CompactCreate, LeaseCreate, Rollback, SignalCreate
 from appliance.session_watch import watch_cache, watch_session
-from appliance.signals import take_signal
 
 router = APIRouter(prefix="/v1", tags=["sessions"])
 
@@ -51,6 +50,18 @@ async def compact_session(
     return await context.room.compact(caller, session_id, body)
 
 
+@router.post("/sessions/{session_id}/suspend")
+async def suspend_session(session_id: str, context: Context, caller: Caller) -> Any:
+    """Flush the session's KV to the lowest tier and give up what lies above; a turn resumes it."""
+    return await context.parking.suspend(caller, session_id)
+
+
+@router.post("/sessions/{session_id}/resume")
+async def resume_session(session_id: str, context: Context, caller: Caller) -> Any:
+    """Bring the session's KV back to L1; says how many tokens were restored."""
+    return await context.parking.resume(caller, session_id)
+
+
 @router.post("/sessions/{session_id}/leases")
 async def create_lease(session_id: str, body: LeaseCreate, context: Context, caller: Caller) -> Any:
     """Ask that a prefix of the history is evicted last; the answer says what was granted."""
@@ -73,7 +84,7 @@ async def release_lease(session_id: str, lease_id: str, context: Context, caller
 @router.post("/sessions/{session_id}/signals")
 async def send_signal(session_id: str, body: SignalCreate, context: Context, caller: Caller) -> Any:
     """Say what goes on outside: a tool runs, the user types. The answer says what it changed."""
-    return await take_signal(context.services, caller, session_id, body)
+    return await context.signals.take(caller, session_id, body)
 
 
 @router.get("/sessions/{session_id}/events", response_model=None)

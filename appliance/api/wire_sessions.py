@@ -40,7 +40,7 @@ class ReasoningBody(StrictBody):
 
 
 class LeaseWish(StrictBody):
-    """A lease on the head of a history. Only L1 is there: other tiers are denied."""
+    """A lease on the head of a history, in one tier."""
 
     tier: Literal["l1", "l2", "l3"] = "l1"
     ttl: str

@@ -72,7 +72,7 @@ def test_what_the_cache_or_the_budget_does_not_hold_is_not_granted(tmp_path: Pat
         denied = app.post(path, {"ttl": "1m"}).json()
         assert (denied["state"], denied["reason"]) == ("denied", "not_resident")
         lower = app.post(path, {"tier": "l2", "ttl": "1m"}).json()
-        assert (lower["state"], lower["reason"]) == ("denied", "tier_not_configured")
+        assert (lower["state"], lower["reason"]) == ("denied", "not_resident")
         assert [x["state"] for x in leases_of(app, session_id)] == ["granted", "queued"]
         fresh = app.session()
         nothing = app.post(f"/v1/sessions/{fresh}/leases", {"ttl": "1m"}).json()
@@ -208,3 +208,25 @@ def test_the_admin_sees_every_lease(app: RunningApp) -> None:
     lease = app.post(f"/v1/sessions/{session_id}/leases", {"ttl": "10m"}).json()
     rows = app.get("/admin/leases").json()["data"]
     assert {**lease, "tenant": "default"} in rows
+
+
+def test_a_lease_in_a_lower_tier_covers_what_lies_there(app: RunningApp) -> None:
+    session_id, num_tokens = with_history(app)
+    path = f"/v1/sessions/{session_id}/leases"
+    app.post(f"/v1/sessions/{session_id}/suspend")
+    lease = app.post(path, {"tier": "l3", "ttl": "1h"}).json()
+    assert (lease["tier"], lease["state"]) == ("l3", "clipped")  # whole pages lie there
+    assert 0 < lease["tokens_granted"] == num_tokens // 64 * 64
+    assert app.get(f"/v1/sessions/{session_id}/cache").json()["leased"] == lease["tokens_granted"]
+
+
+def test_a_lease_that_pressure_took_down_a_tier_says_so(app: RunningApp) -> None:
+    session_id, _ = with_history(app)
+    path = f"/v1/sessions/{session_id}/leases"
+    lease = app.post(path, {"ttl": "10m"}).json()
+    app.engine.change_lease(lease["id"], "demoted", lease["tokens_granted"])
+    wait_for(lambda: leases_of(app, session_id)[0]["tier"] == "l2")
+    moved = leases_of(app, session_id)[0]
+    assert (moved["state"], moved["reason"]) == ("granted", "pressure")
+    app.engine.change_lease(lease["id"], "demoted", 64)
+    wait_for(lambda: leases_of(app, session_id)[0]["state"] == "clipped")

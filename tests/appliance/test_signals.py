@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from appliance.holds import AFTER_A_TURN
 from appliance.signals import expected_return
 from engine.transport import unpack_ids
 from tests.fakes.appliance import Json, RunningApp, says
 
+TEXT = "a question long enough to fill a page or two of the cache " * 8
 TOOL: Json = {"type": "function", "name": "ls"}
 CALL = '<tool_call>\n{"name": "ls", "arguments": {}}\n</tool_call>'
 
@@ -36,6 +40,7 @@ def test_a_signal_keeps_what_is_cached_and_weighs_it(
     assert answer["cached_tokens"] == len(ids) - 1
     hint = app.engine.hints[-1]
     assert hint.expected_return == chance
+    assert (hint.hold_l1_ms, hint.hold_l2_ms, hint.hold_l3_ms) == (30_000, 3_600_000, 86_400_000)
     assert unpack_ids(hint.token_ids).tolist() == ids
 
 
@@ -52,7 +57,7 @@ def test_a_signal_that_changes_nothing_says_so(app: RunningApp) -> None:
     app.engine._cached.clear()
     answer = app.post(f"{path}/signals", {"type": "user.active"}).json()
     assert (answer["decision"], answer["reason"]) == ("ignored", "not_resident")
-    num_hints = len(app.engine.hints)
+    app.engine.hints.clear()
     app.engine.pause()
     with app.http.stream("POST", f"{path}/turns", json={"input": "b", "stream": True}) as reply:
         lines = reply.iter_lines()
@@ -61,7 +66,98 @@ def test_a_signal_that_changes_nothing_says_so(app: RunningApp) -> None:
         assert (answer["decision"], answer["reason"]) == ("ignored", "turn_running")
         app.engine.resume()
         list(lines)
-    assert len(app.engine.hints) == num_hints
+    assert not [hint for hint in app.engine.hints if hint.expected_return != AFTER_A_TURN]
+
+
+def moves(app: RunningApp) -> list[str]:
+    return [move.tier for move in app.engine.moves if move.tier != "none"]
+
+
+def wait_for_moves(app: RunningApp, *tiers: str) -> None:
+    deadline = time.monotonic() + 5
+    while moves(app) != list(tiers):
+        assert time.monotonic() < deadline, moves(app)
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def tight(tmp_path: Path) -> Iterator[RunningApp]:
+    """An app whose L1 is short of room."""
+    with RunningApp(tmp_path, says("Hello there.")) as app:
+        app.engine.free_pages = 1
+        yield app
+
+
+def test_a_long_gap_under_pressure_goes_down_and_comes_back_in_time(tight: RunningApp) -> None:
+    session_id = tight.session()
+    tight.turn(session_id, TEXT)
+    path = f"/v1/sessions/{session_id}/signals"
+    short = tight.post(path, {"type": "tool.started", "eta_ms": 10_000}).json()
+    assert short["decision"] == "keep" and moves(tight) == []
+    answer = tight.post(path, {"type": "tool.started", "eta_ms": 40_000}).json()
+    assert answer["decision"] == "demote_l2"
+    wait_for_moves(tight, "l2")
+    cache = tight.get(f"/v1/sessions/{session_id}/cache").json()["resident"]
+    assert cache["l1"] == 0 < cache["l2"]
+    answer = tight.post(path, {"type": "tool.returning"}).json()
+    assert answer["decision"] == "prefetch"
+    wait_for_moves(tight, "l2", "l1")
+    answer = tight.post(path, {"type": "idle", "eta_ms": 7_200_000}).json()
+    assert answer["decision"] == "demote_l3"
+    wait_for_moves(tight, "l2", "l1", "l3")
+    turn = tight.turn(session_id, "again")
+    assert turn["x_cache"]["l3"] > 0 and turn["cache"]["miss"]["missed_tokens"] < 64
+
+
+def test_a_prefetch_by_eta_comes_by_itself_and_not_for_a_session_that_is_back(
+    tight: RunningApp,
+) -> None:
+    hold = {"l1": "1s", "l2": "60m"}
+    one, two = (tight.session(cache={"hold": hold}) for _ in range(2))
+    for session_id in (one, two):
+        tight.turn(session_id, TEXT)
+        body = {"type": "tool.started", "eta_ms": 1500}
+        path = f"/v1/sessions/{session_id}/signals"
+        assert tight.post(path, body).json()["decision"] == "demote_l2"
+    tight.turn(two, "back already")
+    wait_for_moves(tight, "l2", "l2", "l1")
+    time.sleep(0.3)
+    assert moves(tight) == ["l2", "l2", "l1"]
+    assert tight.turn(one, "x")["x_cache"]["l1"] > 0
+
+
+def test_a_tier_that_is_down_is_nowhere_to_go(tight: RunningApp) -> None:
+    tight.engine.tier_states = {"l1": "up", "l2": "off", "l3": "down"}
+    session_id = tight.session()
+    tight.turn(session_id, TEXT)
+    body = {"type": "idle", "eta_ms": 100_000}
+    answer = tight.post(f"/v1/sessions/{session_id}/signals", body).json()
+    assert answer["decision"] == "keep" and moves(tight) == []
+
+
+def test_hold_times_are_told_after_each_use_and_to_the_next_engine(tmp_path: Path) -> None:
+    with RunningApp(tmp_path, says("Hello there.")) as app:
+        hold = {"l1": "10s", "l2": "20m", "l3": "2h"}
+        session_id = app.session(cache={"hold": hold})
+        app.turn(session_id, TEXT)
+        assert app.get(f"/v1/sessions/{session_id}").json()["cache"]["hold"] == hold
+        ids = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
+        wait_for(lambda: len(app.engine.hints) == 1)
+        hint = app.engine.hints[0]
+        assert unpack_ids(hint.token_ids).tolist() == ids
+        assert 9_000 < hint.hold_l1_ms <= 10_000
+        assert 1_190_000 < hint.hold_l2_ms <= 1_200_000
+        assert 7_190_000 < hint.hold_l3_ms <= 7_200_000
+        app.engine.restart()
+        wait_for(lambda: len(app.engine.hints) == 2)
+        assert 0 < app.engine.hints[1].hold_l3_ms < hint.hold_l3_ms
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.01)
 
 
 def test_a_call_that_is_not_open_is_refused(app: RunningApp) -> None:

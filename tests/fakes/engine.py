@@ -23,6 +23,7 @@ import zmq
 from engine import api
 from engine.transport import EngineSocket, decode_input, encode_outputs, pack_ids, unpack_ids
 
+KV_BYTES = 100  # of a token, as its tiers say
 Script = Callable[[api.GenerateRequest], Sequence[int]]
 GrammarCheck = Callable[[api.GrammarSpec], tuple[str, str] | None]
 
@@ -64,6 +65,8 @@ class FakeEngine:
         self.progress_steps = progress_steps
         self.eos_id = eos_id
         self.grammar_check = grammar_check
+        self.free_pages: int | None = None  # what its stats say; None: all
+        self.tier_states = {"l1": "up", "l2": "up", "l3": "up"}
         self.requests: list[api.GenerateRequest] = []
         self.aborted: list[str] = []
         self.grammars: list[api.GrammarSpec] = []
@@ -230,8 +233,13 @@ class FakeEngine:
                 self._send([peer], api.MoveReply(query_id=message.query_id, cache=hit))
             case api.QueryTiers():
                 tiers = tuple(
-                    api.TierStatus(tier=name, kind="fake", state="up")
-                    for name in ("l1", "l2", "l3")
+                    api.TierStatus(
+                        tier=name,
+                        kind="fake",
+                        state=state,
+                        capacity_bytes=self._shape[3] * self._shape[2] * KV_BYTES,
+                    )
+                    for name, state in self.tier_states.items()
                 )
                 self._send([peer], api.TiersReply(query_id=message.query_id, tiers=tiers))
             case api.DrainTiers():
@@ -425,7 +433,8 @@ class FakeEngine:
         """As the scheduler answers: what is cached, within half of the pool."""
         self.leases.pop(message.lease_id, None)
         ids = unpack_ids(message.token_ids).tolist()
-        found = self._hit(ids, message.salt, len(ids)).l1
+        pool = self._cached if message.tier == "l1" else self._lower[message.tier]
+        found = _longest(pool.get(message.salt, []), ids)
         room = self._shape[3] * self._shape[2] // 2 - sum(n for n, _ in self.leases.values())
         granted = min(found, max(0, room))
         reason = "" if found >= len(ids) - 1 else "not_resident"
@@ -463,7 +472,7 @@ class FakeEngine:
             "running": running,
             "waiting": 0,
             "num_pages": num_pages,
-            "free_pages": num_pages,
+            "free_pages": num_pages if self.free_pages is None else self.free_pages,
             "owned_pages": 0,
             "cached_pages": 0,
             "output_tokens": self._num_tokens,

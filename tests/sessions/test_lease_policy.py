@@ -15,7 +15,7 @@ from sessions.lease_policy import (
     TierTokens,
     decide_signal,
     grant_lease,
-    hold_directive,
+    hold_left,
 )
 from sessions.settings import HoldTimes
 
@@ -106,20 +106,18 @@ def test_lease_requests_out_of_range_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("idle_ms", "decision", "tier"),
+    ("idle_ms", "left"),
     [
-        (0, "keep", "l1"),
-        (29_999, "keep", "l1"),
-        (30_000, "demote_l2", "l2"),
-        (3_599_999, "demote_l2", "l2"),
-        (3_600_000, "demote_l3", "l3"),
-        (86_400_000, "ignored", "l3"),
+        (0, (30_000, 3_600_000, 86_400_000)),
+        (29_999, (1, 3_570_001, 86_370_001)),
+        (30_000, (0, 3_570_000, 86_370_000)),
+        (3_600_000, (0, 0, 82_800_000)),
+        (86_400_000, (0, 0, 0)),
+        (-5, (30_005, 3_600_005, 86_400_005)),  # a clock that was set back
     ],
 )
-def test_hold_times_walk_down_the_tiers(idle_ms: int, decision: str, tier: str) -> None:
-    directive = hold_directive(HOLD, NOW_MS, NOW_MS + idle_ms)
-    assert (directive.decision, directive.tier) == (decision, tier)
-    assert (directive.until_ms > NOW_MS + idle_ms) == (decision != "ignored")
+def test_hold_times_run_from_the_last_use(idle_ms: int, left: tuple[int, int, int]) -> None:
+    assert hold_left(HOLD, NOW_MS, NOW_MS + idle_ms) == left
 
 
 # -- signals
