@@ -35,6 +35,7 @@ from appliance.api.body_errors import as_body_error
 from appliance.api.context import ApiContext
 from appliance.cli_options import VERSION
 from appliance.compaction import Compactor
+from appliance.cost_meter import CostMeter
 from appliance.errors import ApiError, as_api_error, error_body_for, error_headers
 from appliance.history_room import HistoryRoom
 from appliance.holds import HoldKeeper
@@ -84,11 +85,13 @@ def create_app(services: Services) -> FastAPI:
     room = HistoryRoom(services, Compactor(services, prefiller))
     turn_service = TurnService(services, room)
     leases, tiers = LeaseService(services), TierWatch(services.client)
+    meter = CostMeter(services, tiers)
+    turn_service.runner.ending.settle_cost = meter.settled
     context = ApiContext(
         services,
         turn_service,
         SessionService(services, turn_service, prefiller),
-        SessionViews(services),
+        SessionViews(services, meter),
         SessionHistory(services),
         leases,
         prefiller,
@@ -96,6 +99,7 @@ def create_app(services: Services) -> FastAPI:
         SignalService(services, tiers),
         Parking(services, leases, tiers),
         HoldKeeper(services),
+        meter,
         TurnTakeover(services, turn_service),
     )
     app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
@@ -130,6 +134,7 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
     await context.takeover.recover()
     sweepers = [
         asyncio.create_task(context.takeover.run()),
+        asyncio.create_task(context.meter.run()),
         asyncio.create_task(_assert_leases(context)),
         asyncio.create_task(_sweep_forever(services)),
         asyncio.create_task(_sweep_journals_forever(services)),

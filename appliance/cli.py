@@ -18,6 +18,7 @@ import click
 from appliance.cli_leases import leases
 from appliance.cli_options import VERSION, Settings, fail, with_settings
 from appliance.cli_sessions import cache, sessions
+from appliance.cli_tiers import tiers
 from appliance.typed_toml import to_plain
 
 
@@ -146,6 +147,7 @@ def bench(settings: Settings, base_url: str | None, **options: Any) -> None:
 main.add_command(sessions)
 main.add_command(cache)
 main.add_command(leases)
+main.add_command(tiers)
 
 if __name__ == "__main__":
     main()

@@ -22,7 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.api import CacheHit
+from engine.api import CacheHit, TierStatus
 
 SECONDS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 OVERHEAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
@@ -46,6 +46,31 @@ class EngineStatsCollector(Collector):
             )
 
 
+class TierCollector(Collector):
+    """Shows the latest status of each KV tier; holds nothing else."""
+
+    def __init__(self) -> None:
+        self.statuses: tuple[TierStatus, ...] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily(
+            "moorage_tier_up", "1 while a KV tier works in full, else 0.", labels=["tier", "kind"]
+        )
+        used = GaugeMetricFamily(
+            "moorage_tier_used_bytes", "What a KV tier holds.", labels=["tier"]
+        )
+        capacity = GaugeMetricFamily(
+            "moorage_tier_capacity_bytes", "What a KV tier can hold.", labels=["tier"]
+        )
+        pages = GaugeMetricFamily("moorage_tier_pages", "KV pages in a tier.", labels=["tier"])
+        for status in self.statuses:
+            up.add_metric([status.tier, status.kind], float(status.state == "up"))
+            used.add_metric([status.tier], float(status.used_bytes))
+            capacity.add_metric([status.tier], float(status.capacity_bytes))
+            pages.add_metric([status.tier], float(status.num_pages))
+        yield from (up, used, capacity, pages)
+
+
 class Metrics:
     """The series of one appliance, in a registry of their own."""
 
@@ -53,6 +78,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.engine_stats = EngineStatsCollector()
         self.registry.register(self.engine_stats)
+        self.tiers = TierCollector()
+        self.registry.register(self.tiers)
         self._declare_http()
         self._declare_turns()
         self._declare_cache()

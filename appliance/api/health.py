@@ -52,6 +52,7 @@ async def metrics(context: Context) -> Response:
         try:
             stats = await services.client.stats(timeout_s=STATS_WAIT_S)
             services.metrics.engine_stats.stats = stats
+            services.metrics.tiers.statuses = await services.client.tiers(timeout_s=STATS_WAIT_S)
         except EngineUnavailableError:
             services.metrics.engine_up.set(0.0)
     return Response(services.metrics.render(), media_type="text/plain; version=0.0.4")

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -27,6 +27,8 @@ Json = dict[str, Any]
 class Appliance:
     """A running appliance and the calls tests make to it."""
 
+    settings_of_its_own: ClassVar[list[str]] = []
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.log = folder / "log"
@@ -36,8 +38,13 @@ class Appliance:
             "--set", f"server.run_dir={folder}/r",
             "--set", "server.drain_s=2",
             "--set", "engine.drain_s=1",
+            *self.settings_of_its_own,
         ]  # fmt: skip
-        with self.log.open("wb") as log:
+        self.start()
+
+    def start(self) -> None:
+        """Start it, again where it has ended, and wait until it serves."""
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "appliance", "serve", *self.settings],
                 cwd=ROOT,

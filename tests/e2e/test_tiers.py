@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes die between turns; the next turn goes on from pages that outlived them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Appliance, Json
+
+PAGE_SIZE = 64
+# What it is asked of each turn; long enough that a turn fills pages.
+TEXTS = [
+    f"Round {place}. " + " ".join(f"{word} {place * 31 + i}" for i in range(40))
+    for place, word in enumerate(("apple", "brook", "candle", "drum"))
+]
+KEYS = {"undisturbed": "k1", "killed": "k2", "other": "k3"}
+
+
+class TieredAppliance(Appliance):
+    """Small pools, exact arithmetic, and a tenant for each conversation that must share nothing."""
+
+    settings_of_its_own = [
+        "--set", "engine.dtype=float32",
+        "--set", "engine.max_context_len=2048",
+        "--set", "engine.kv_pool_tokens=2048",
+        "--set", f"engine.tiers.l2_bytes={256 << 20}",
+        "--set", f"engine.tiers.l3_quota_bytes={512 << 20}",
+        "--set", "engine.tiers.l3_wait_ms=5000",
+        "--set", "server.hang_s=3",
+        "--set", 'server.api_keys={ k1 = "one", k2 = "two", k3 = "three" }',
+    ]  # fmt: skip
+
+    def use(self, conversation: str) -> None:
+        """Act for the tenant of one conversation."""
+        self.http.headers["authorization"] = f"Bearer {KEYS[conversation]}"
+
+    def pids(self, *names: str) -> list[int]:
+        return [self.state["pids"][name] for name in names]
+
+    def kill_all(self, *names: str) -> None:
+        """kill -9 of several processes in one moment, and wait for those that come after."""
+        before = self.pids("engine", "api")
+        for pid in self.pids(*names):
+            os.kill(pid, signal.SIGKILL)
+        if "supervisor" in names:
+            self.process.wait(30)
+            for pid in before:
+                wait_gone(pid)
+            self.http.close()
+            self.start()
+            return
+        deadline = time.monotonic() + 60
+        while any(pid in before for pid in self.pids(*names)):
+            assert time.monotonic() < deadline, "nothing was restarted"
+            time.sleep(0.05)
+        self.wait_ready()
+
+    def admin(self, method: str, path: str) -> Json:
+        """Act for the operator of this machine."""
+        key = (self.folder / "r" / "admin.key").read_text()
+        headers = {"authorization": f"Bearer {key}"}
+        reply = self.http.request(method, path, headers=headers)
+        assert reply.status_code == 200, reply.text
+        return dict(reply.json())
+
+    def check_pages(self) -> dict[str, float]:
+        """Every page is in one place, and none is on its way, once nothing moves."""
+        deadline = time.monotonic() + 30
+        while True:
+            stats = self.admin("GET", "/admin/engine/stats")["stats"]
+            if not stats["transfers_in_flight"] and not stats["in_flight_pages"]:
+                break
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.1)
+        places = ("free", "owned", "cached", "in_flight")
+        assert sum(stats[f"{place}_pages"] for place in places) == stats["num_pages"]
+        assert (
+            sum(stats[f"{place}_l2_pages"] for place in ("free", "cached")) == stats["num_l2_pages"]
+        )
+        return dict(stats)
+
+
+def wait_gone(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline, f"{pid} lives on"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def tiered() -> Iterator[TieredAppliance]:
+    with tempfile.TemporaryDirectory(prefix="moorage-e2e-") as folder:
+        running = TieredAppliance(Path(folder))
+        try:
+            yield running
+        finally:
+            running.stop()
+
+
+def say(appliance: TieredAppliance, session_id: str, place: int) -> Json:
+    return appliance.turn(session_id, TEXTS[place], max_output_tokens=40)
+
+
+def text_of(turn: Json) -> str:
+    return "".join(part["text"] for item in turn["output"] for part in item.get("content", ()))
+
+
+def test_after_any_death_the_next_turn_finds_its_pages_and_says_the_same(
+    tiered: TieredAppliance,
+) -> None:
+    """kill -9 of the API process, of it and the engine, and of everything, the supervisor too."""
+    tiered.use("undisturbed")
+    calm = tiered.session()
+    want = [text_of(say(tiered, calm, place)) for place in range(4)]
+    tiered.use("killed")
+    session_id = tiered.session()
+    first = say(tiered, session_id, 0)
+    assert first["x_cache"]["l2"] == first["x_cache"]["l3"] == 0
+    said = [text_of(first)]
+    tiers_used = []
+    for place, victims in enumerate(
+        (["api"], ["engine", "api"], ["supervisor", "engine", "api"]), start=1
+    ):
+        known = int(tiered.get(f"/v1/sessions/{session_id}")["num_tokens"])
+        tiered.admin("POST", "/admin/tiers/drain")
+        tiered.kill_all(*victims)
+        tiered.use("killed")
+        assert tiered.get(f"/v1/sessions/{session_id}")["num_tokens"] == known
+        turn = say(tiered, session_id, place)
+        said.append(text_of(turn))
+        found = turn["x_cache"]
+        full_pages = (known - 1) // PAGE_SIZE * PAGE_SIZE
+        assert sum(found.values()) >= full_pages > 0, (victims, found, known)
+        tiers_used.append({tier for tier, tokens in found.items() if tokens})
+        tiered.check_pages()
+    assert said == want
+    assert [min(tiers) for tiers in tiers_used] == ["l1", "l2", "l3"]
+
+
+def test_an_engine_that_hangs_is_killed_and_its_successor_goes_on(tiered: TieredAppliance) -> None:
+    tiered.use("other")
+    session_id = tiered.session()
+    say(tiered, session_id, 0)
+    (pid,) = tiered.pids("engine")
+    os.kill(pid, signal.SIGSTOP)
+    wait_gone(pid)
+    tiered.wait_ready()
+    tiered.use("other")
+    turn = say(tiered, session_id, 1)
+    assert turn["status"] in ("completed", "incomplete") and turn["x_cache"]["l2"] > 0
+
+
+def test_the_commands_show_drain_and_check_the_tiers(tiered: TieredAppliance) -> None:
+    assert "came down" in tiered.cli("tiers", "drain")
+    status = tiered.cli("tiers", "status")
+    for word in ("l1", "cpu", "l2", "shared_memory", "l3", "file", "up"):
+        assert word in status
+    checked = tiered.cli("cache", "verify")
+    assert "l2: " in checked and " 0 bad" in checked
+    metrics = tiered.http.get("/metrics").text
+    assert 'moorage_tier_up{kind="file",tier="l3"} 1.0' in metrics
