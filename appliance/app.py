@@ -50,6 +50,7 @@ from appliance.session_views import SessionViews
 from appliance.signals import SignalService
 from appliance.tier_facts import TierWatch
 from appliance.turn_takeover import TurnTakeover
+from appliance.turn_watchdog import TurnWatchdog
 from appliance.turns import TurnService
 from engine.errors import EngineError
 from sessions.errors import SessionError
@@ -100,6 +101,7 @@ def create_app(services: Services) -> FastAPI:
         Parking(services, leases, tiers),
         HoldKeeper(services),
         meter,
+        TurnWatchdog(services, turn_service.runner),
         TurnTakeover(services, turn_service),
     )
     app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
@@ -135,6 +137,7 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
     sweepers = [
         asyncio.create_task(context.takeover.run()),
         asyncio.create_task(context.meter.run()),
+        asyncio.create_task(context.watchdog.run()),
         asyncio.create_task(_assert_leases(context)),
         asyncio.create_task(_sweep_forever(services)),
         asyncio.create_task(_sweep_journals_forever(services)),

@@ -10,12 +10,14 @@ import logging
 from typing import Any
 
 from appliance import turn_view
+from appliance.cost_meter import CostMeter
 from appliance.reasoning_history import reasoning_wire
 from appliance.response_events import item_wire
 from appliance.services import Services
 from engine.errors import EngineUnavailableError
 from sessions.errors import ItemNotFound
 from sessions.leases import leased_tokens
+from sessions.residency import TierCost
 from sessions.session import Session
 from sessions.settings import TIERS
 from sessions.token_codec import count, decode_ids
@@ -27,8 +29,9 @@ logger = logging.getLogger(__name__)
 class SessionViews:
     """Read-only; `tenant` None sees every tenant's sessions."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, meter: CostMeter) -> None:
         self._services = services
+        self._meter = meter
 
     async def items(
         self,
@@ -85,7 +88,9 @@ class SessionViews:
             "session_id": session_id,
             "tokens_total": session.num_tokens,
             "leased": max(leased_tokens(session.leases, tier, now_ms) for tier in TIERS),
+            "shared_tokens": self._meter.shared_tokens(session_id),
             "reasoning": reasoning_wire(session, log),
+            "cost": cost_wire(self._meter.cost_of(session)),
             "last_turn": None,
             "miss": None,
         }
@@ -113,6 +118,15 @@ class SessionViews:
             return record
         turn = await self._services.store.read_turn(session, session.last_turn)
         return None if isinstance(turn, PendingTurn) else turn
+
+
+def cost_wire(cost: TierCost) -> dict[str, float]:
+    """Return byte-seconds by tier."""
+    return {
+        "l1_byte_s": round(cost.l1_byte_s, 1),
+        "l2_byte_s": round(cost.l2_byte_s, 1),
+        "l3_byte_s": round(cost.l3_byte_s, 1),
+    }
 
 
 def page_wire(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:

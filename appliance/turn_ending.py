@@ -17,6 +17,7 @@ from appliance.errors import ApiError
 from appliance.metrics import Metrics
 from appliance.turn_run import TERMINAL_EVENT, TurnRun
 from sessions.errors import SessionError, SessionNotFound, StoreUnavailable, VersionConflict
+from sessions.session import Session
 from sessions.store import SessionStore
 from sessions.turn_log import PendingTurn, Record
 
@@ -38,6 +39,8 @@ class TurnEnding:
         *,
         late_retry_s: float = LATE_RETRY_S,
     ) -> None:
+        # Sets what a session has cost so far; set by who counts that.
+        self.settle_cost: Callable[[Session], Session] = lambda session: session
         self._store = store
         self._metrics = metrics
         self._clock_ms = clock_ms
@@ -122,7 +125,8 @@ class TurnEnding:
             now_ms = self._clock_ms()
             try:
                 if record.committed:
-                    await self._store.commit_turn(session.commit_turn(record, now_ms), record)
+                    ended = self.settle_cost(session.commit_turn(record, now_ms))
+                    await self._store.commit_turn(ended, record)
                 else:
                     await self._store.end_turn(session.end_turn(record, now_ms), record)
                 return

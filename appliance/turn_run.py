@@ -66,6 +66,7 @@ class TurnRun:
     cache: api.CacheHit | None = None
     miss: dict[str, Any] | None = None
     submitted_s: float = 0.0
+    progress_s: float = field(default_factory=time.monotonic)  # when the engine was last heard
     first_token_s: float = 0.0
     queued_ms: float | None = None
     finished: api.Finished | None = None
@@ -81,6 +82,13 @@ class TurnRun:
     @property
     def prompt_len(self) -> int:
         return count(self.history) + count(self.pending.input_token_ids)
+
+    @property
+    def phase(self) -> str:
+        """What it waits for: to be admitted (queued), its prompt (prefill), tokens (decode)."""
+        if self.first_token_s:
+            return "decode"
+        return "queued" if self.cache is None else "prefill"
 
     def request(self, plan: GrammarPlan) -> api.GenerateRequest:
         """Return the engine request of this turn; its id is the turn's."""
@@ -152,6 +160,7 @@ class TurnRun:
             yield item
 
     async def _take(self, item: StreamItem) -> None:
+        self.progress_s = time.monotonic()
         match item:
             case api.Started():
                 self._on_started(item)

@@ -16,6 +16,7 @@ from sessions.calls import open_calls_of
 from sessions.errors import SettingError
 from sessions.ids import new_id
 from sessions.leases import clipped
+from sessions.residency import TierCost
 from sessions.session import Session, UsageTotals, rest_status, still_open, validate_metadata
 from sessions.turn_log import TURN, Cut, LogSpan, Record, TurnLog
 
@@ -155,6 +156,7 @@ def _child(
         revision=history[-1].revision if history else 0,
         version=0,
         usage=UsageTotals(),
+        cost=TierCost(),
         leases=(),
         partial_outputs=(),
         current_turn=None,

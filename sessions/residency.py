@@ -62,6 +62,10 @@ class Residency:
         else:
             self._tiers_of.pop(page_hash, None)
 
+    def clear(self) -> None:
+        """Forget where pages are; the sessions stay tracked."""
+        self._tiers_of.clear()
+
     def clear_tier(self, tier: str) -> None:
         """A tier lost everything (L1 when the engine restarts)."""
         keep = ~_BITS[tier]
@@ -118,6 +122,20 @@ class TierCost:
     l2_byte_s: float = 0.0
     l3_byte_s: float = 0.0
     sampled_at_ms: int = 0
+
+    @property
+    def total(self) -> float:
+        """Byte-seconds in all tiers."""
+        return self.l1_byte_s + self.l2_byte_s + self.l3_byte_s
+
+    def added(self, other: TierCost) -> TierCost:
+        """Both together."""
+        return TierCost(
+            l1_byte_s=self.l1_byte_s + other.l1_byte_s,
+            l2_byte_s=self.l2_byte_s + other.l2_byte_s,
+            l3_byte_s=self.l3_byte_s + other.l3_byte_s,
+            sampled_at_ms=max(self.sampled_at_ms, other.sampled_at_ms),
+        )
 
     def plus(self, resident: TierTokens, kv_bytes_per_token: int, now_ms: int) -> TierCost:
         """The cost at `now_ms`, if `resident` held since the last sample; time never runs back."""

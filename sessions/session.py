@@ -35,6 +35,7 @@ from sessions.errors import (
 from sessions.ids import new_id
 from sessions.items import FunctionCall, Item
 from sessions.leases import Lease, renewed
+from sessions.residency import TierCost
 from sessions.settings import HEAD_SETTINGS, SessionSettings
 from sessions.turn_log import ITEMS, LogSpan, PendingTurn, Record, TurnUsage
 
@@ -94,6 +95,7 @@ class Session:
     last_turn: str | None = None
     usage: UsageTotals = field(default_factory=UsageTotals)
     leases: tuple[Lease, ...] = ()
+    cost: TierCost = field(default_factory=TierCost)  # as of its last turn
     parent_session_id: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     error: dict[str, Any] | None = None

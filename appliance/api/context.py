@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
+from appliance.cost_meter import CostMeter
 from appliance.errors import ApiError
 from appliance.history_room import HistoryRoom
 from appliance.holds import HoldKeeper
@@ -26,6 +27,7 @@ from appliance.session_service import SessionService
 from appliance.session_views import SessionViews
 from appliance.signals import SignalService
 from appliance.turn_takeover import TurnTakeover
+from appliance.turn_watchdog import TurnWatchdog
 from appliance.turns import TurnService
 
 T = TypeVar("T")
@@ -46,6 +48,8 @@ class ApiContext:
     signals: SignalService
     parking: Parking
     holds: HoldKeeper
+    meter: CostMeter
+    watchdog: TurnWatchdog
     takeover: TurnTakeover
 
 

@@ -22,8 +22,13 @@ STATS_WAIT_S = 1.0
 
 @router.get("/health")
 async def health(context: Context) -> Any:
-    """Say that this process is alive; true from its first moment on."""
-    return {"status": "ok", "engine_ready": context.services.client.is_ready}
+    """Say that this process is alive; `degraded` while turns make no progress."""
+    stalled = context.watchdog.stalled
+    return {
+        "status": "degraded" if stalled else "ok",
+        "engine_ready": context.services.client.is_ready,
+        "stalled_turns": stalled,
+    }
 
 
 @router.get("/ready")

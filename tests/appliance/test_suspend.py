@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Suspended sessions: their KV goes down and comes back, or is computed again; nothing else changes."""
+"""Suspended sessions: their KV goes down and comes back, or is computed again; that is all."""
 
 from __future__ import annotations
 
