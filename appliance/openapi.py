@@ -27,6 +27,9 @@ ANSWERS: dict[tuple[str, str], Any] = {
     ("delete", SESSION): answers.SessionDeleted,
     ("post", f"{SESSION}/fork"): answers.ForkAnswer,
     ("post", f"{SESSION}/rollback"): answers.RolledBack,
+    ("post", f"{SESSION}/compact"): answers.Compacted,
+    ("post", f"{SESSION}/suspend"): answers.Suspended,
+    ("post", f"{SESSION}/resume"): answers.Resumed,
     ("get", f"{SESSION}/items"): answers.ItemPage,
     ("post", f"{SESSION}/items"): answers.ItemsAppended,
     ("get", f"{SESSION}/tokens"): answers.SessionTokens,
@@ -50,6 +53,7 @@ RAW_ARRAYS: dict[tuple[str, str], tuple[str, Any]] = {
     ("SessionCreate", "tools"): ("Tool", input_types.Tool),
     ("SessionUpdate", "tools"): ("Tool", input_types.Tool),
     ("ItemsAppend", "items"): ("InputItem", input_types.InputItem),
+    ("CompactCreate", "summary_items"): ("InputItem", input_types.InputItem),
     ("TurnCreate", "input"): ("InputItem", input_types.InputItem),
 }
 REFERENCE = "#/components/schemas/{model}"

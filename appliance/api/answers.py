@@ -254,6 +254,7 @@ class Signal(TypedDict):
     decision: Literal["keep", "demote_l2", "demote_l3", "prefetch", "ignored"]
     reason: str | None
     cached_tokens: int
+    resident: NotRequired[TierTokens | None]
 
 
 class SessionTokens(TypedDict):
@@ -316,6 +317,21 @@ class RolledBack(Session):
     x_released_tokens: int
 
 
+class Suspended(Session):
+    """`kept_tokens` are in `tier` and below; the others are computed again when wanted."""
+
+    tier: Literal["l2", "l3"] | None
+    resident: TierTokens
+    kept_tokens: int
+    dropped_tokens: int
+
+
+class Resumed(Session):
+    restored_tokens: int
+    recompute_tokens: int
+    resident: TierTokens
+
+
 class ForkAnswer(TypedDict):
     object: Literal["list"]
     data: list[Session]
@@ -338,3 +354,21 @@ class ItemsAppended(TypedDict, extra_items=Any):  # type: ignore[call-arg]
     data: list[Item]
     revision: int
     prefill: NotRequired[PrefillAnswer | None]
+
+
+class Compacted(TypedDict):
+    """What a compaction put in place of the older part of a history."""
+
+    id: str
+    object: Literal["session.compaction"]
+    session_id: str
+    status: Literal["completed"]
+    revision: int
+    items: list[Item]
+    num_tokens: int
+    num_tokens_before: int
+    replaced_items: int
+    kept_turns: int
+    kept_tokens: int
+    summary_tokens: int
+    prefill: PrefillAnswer | None

@@ -104,8 +104,15 @@ def test_every_answer_of_a_session_s_life_is_as_the_document_says(
     document.check("post", f"{SESSION}/fork", call("POST", "/fork", {"n": 2}))
     updated = call("POST", "", {"metadata": {"k": "w"}})
     document.check("post", SESSION, updated)
+    document.check("post", f"{SESSION}/suspend", call("POST", "/suspend"))
+    document.check("post", f"{SESSION}/resume", call("POST", "/resume"))
+    summary = [{"type": "message", "role": "user", "content": "We added."}]
+    compacted = call(
+        "POST", "/compact", {"mode": "items", "summary_items": summary, "keep_last_turns": 1}
+    )
+    document.check("post", f"{SESSION}/compact", compacted)
     document.check("get", "/v1/sessions", app.get("/v1/sessions").json())
-    rolled = call("POST", "/rollback", {"to": turn["id"]})
+    rolled = call("POST", "/rollback", {"to": turn_id})
     document.check("post", f"{SESSION}/rollback", rolled)
     lines = app.get(f"/v1/sessions/{session_id}/export").text
     imported = app.http.post("/v1/sessions/import", content=lines)

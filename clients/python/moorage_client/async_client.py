@@ -114,6 +114,18 @@ class AsyncMoorage:
         """Go back to just behind a turn, an item or a revision."""
         return await self._json(calls.rollback(session_id, body))
 
+    async def compact(self, session_id: str, body: types.CompactCreate) -> types.Compacted:
+        """Put a summary, or items, in place of the older part of the history."""
+        return await self._json(calls.compact(session_id, body))
+
+    async def suspend(self, session_id: str) -> types.Suspended:
+        """Flush the session's KV to the lowest tier and let go of what lies above."""
+        return await self._json(calls.suspend(session_id))
+
+    async def resume(self, session_id: str) -> types.Resumed:
+        """Bring the session's KV back to L1."""
+        return await self._json(calls.resume(session_id))
+
     async def lease(self, session_id: str, body: types.LeaseCreate) -> types.Lease:
         """Ask that a prefix is kept."""
         return await self._json(calls.lease(session_id, body))

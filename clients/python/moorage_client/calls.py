@@ -100,6 +100,20 @@ def rollback(session_id: str, body: types.Rollback) -> Call[types.RolledBack]:
     return Call(method="POST", path=f"{session_path(session_id)}/rollback", body=body)
 
 
+def compact(session_id: str, body: types.CompactCreate) -> Call[types.Compacted]:
+    return Call(method="POST", path=f"{session_path(session_id)}/compact", body=body)
+
+
+def suspend(session_id: str) -> Call[types.Suspended]:
+    path = f"{session_path(session_id)}/suspend"
+    return Call(method="POST", path=path, body={}, is_repeatable=True)
+
+
+def resume(session_id: str) -> Call[types.Resumed]:
+    path = f"{session_path(session_id)}/resume"
+    return Call(method="POST", path=path, body={}, is_repeatable=True)
+
+
 def lease(session_id: str, body: types.LeaseCreate) -> Call[types.Lease]:
     return Call(method="POST", path=f"{session_path(session_id)}/leases", body=body)
 

@@ -110,6 +110,18 @@ class Moorage:
         """Go back to just behind a turn, an item or a revision."""
         return self._json(calls.rollback(session_id, body))
 
+    def compact(self, session_id: str, body: types.CompactCreate) -> types.Compacted:
+        """Put a summary, or items, in place of the older part of the history."""
+        return self._json(calls.compact(session_id, body))
+
+    def suspend(self, session_id: str) -> types.Suspended:
+        """Flush the session's KV to the lowest tier and let go of what lies above."""
+        return self._json(calls.suspend(session_id))
+
+    def resume(self, session_id: str) -> types.Resumed:
+        """Bring the session's KV back to L1."""
+        return self._json(calls.resume(session_id))
+
     def lease(self, session_id: str, body: types.LeaseCreate) -> types.Lease:
         """Ask that a prefix is kept."""
         return self._json(calls.lease(session_id, body))

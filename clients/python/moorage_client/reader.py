@@ -42,6 +42,8 @@ class Position:
     def take(self, piece: bytes) -> Iterator[types.TurnEvent]:
         """Events that these bytes complete and that are new."""
         for sent in self._parser.push(piece):
+            if sent.event == "stream.reconnect":
+                continue  # the server stops: the stream ends here and goes on elsewhere
             event = cast(types.TurnEvent, json.loads(sent.data))
             if event["sequence_number"] <= self.last_sequence:
                 continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Generated from openapi.json (sha256 582242a920b754a3) by clients/generate.py; do not edit.
+# Generated from openapi.json (sha256 799dbfde6f5d2c3c) by clients/generate.py; do not edit.
 
 from __future__ import annotations
 
@@ -25,20 +25,6 @@ class ArgumentsDone(TypedDict):
     session_id: str
     turn_id: str
     type: Literal["response.function_call_arguments.done"]
-
-
-class CompactCreate(TypedDict):
-    """
-    POST /v1/sessions/{id}/compact.
-
-    summary: the model writes it. items: `summary_items` stand for what goes. `warm`: the new
-    prefix is prefilled before it is put in place.
-    """
-
-    keep_last_turns: NotRequired[int]
-    mode: NotRequired[Literal["summary", "items"]]
-    summary_items: NotRequired[list[Any] | str | None]
-    warm: NotRequired[bool]
 
 
 class CompactionItem(TypedDict):
@@ -146,7 +132,7 @@ class LeaseList(TypedDict):
 
 class LeaseWish(TypedDict):
     """
-    A lease on the head of a history. Only L1 is there: other tiers are denied.
+    A lease on the head of a history, in one tier.
     """
 
     renew_on_use: NotRequired[bool]
@@ -230,15 +216,6 @@ class SessionUsage(TypedDict):
     cache_read: int
     input: int
     output: int
-
-
-class Signal(TypedDict):
-    cached_tokens: int
-    decision: Literal["keep", "demote_l2", "demote_l3", "prefetch", "ignored"]
-    object: Literal["session.signal"]
-    reason: str | None
-    session_id: str
-    signal: Literal["tool.started", "tool.progress", "tool.returning", "user.active", "idle"]
 
 
 class SignalCreate(TypedDict):
@@ -432,6 +409,40 @@ class ReasoningItem(TypedDict):
     type: Literal["reasoning"]
 
 
+class Resumed(TypedDict):
+    cache: SessionCacheSettings
+    context: ContextSettings
+    created_at: float
+    current_turn: str | None
+    error: ErrorObject | None
+    expires_at: float
+    id: str
+    instructions: str | None
+    last_turn: str | None
+    metadata: dict[str, str]
+    model: str
+    num_items: int
+    num_tokens: int
+    object: Literal["session"]
+    on_conflict: Literal["reject", "queue", "interrupt"]
+    on_disconnect: Literal["continue", "cancel"]
+    open_calls: list[OpenCall]
+    parent_session_id: str | None
+    priority: int
+    reasoning: ReasoningSettings
+    recompute_tokens: int
+    resident: TierTokens
+    restored_tokens: int
+    revision: int
+    status: Literal[
+        "idle", "queued", "running", "requires_action", "suspended", "expired", "failed", "closed"
+    ]
+    tool_choice: str | dict[str, Any] | None
+    tools: list[dict[str, Any]]
+    updated_at: float
+    usage: SessionUsage
+
+
 class RolledBack(TypedDict):
     """
     `x_released_tokens`: of the superseded branch, whose KV was let go.
@@ -561,6 +572,55 @@ class SessionUpdated(TypedDict):
     x_invalidated_tokens: int
 
 
+class Signal(TypedDict):
+    cached_tokens: int
+    decision: Literal["keep", "demote_l2", "demote_l3", "prefetch", "ignored"]
+    object: Literal["session.signal"]
+    reason: str | None
+    resident: NotRequired[TierTokens | None]
+    session_id: str
+    signal: Literal["tool.started", "tool.progress", "tool.returning", "user.active", "idle"]
+
+
+class Suspended(TypedDict):
+    """
+    `kept_tokens` are in `tier` and below; the others are computed again when wanted.
+    """
+
+    cache: SessionCacheSettings
+    context: ContextSettings
+    created_at: float
+    current_turn: str | None
+    dropped_tokens: int
+    error: ErrorObject | None
+    expires_at: float
+    id: str
+    instructions: str | None
+    kept_tokens: int
+    last_turn: str | None
+    metadata: dict[str, str]
+    model: str
+    num_items: int
+    num_tokens: int
+    object: Literal["session"]
+    on_conflict: Literal["reject", "queue", "interrupt"]
+    on_disconnect: Literal["continue", "cancel"]
+    open_calls: list[OpenCall]
+    parent_session_id: str | None
+    priority: int
+    reasoning: ReasoningSettings
+    resident: TierTokens
+    revision: int
+    status: Literal[
+        "idle", "queued", "running", "requires_action", "suspended", "expired", "failed", "closed"
+    ]
+    tier: Literal["l2", "l3"] | None
+    tool_choice: str | dict[str, Any] | None
+    tools: list[dict[str, Any]]
+    updated_at: float
+    usage: SessionUsage
+
+
 class TurnUsage(TypedDict):
     input_tokens: int
     input_tokens_details: NotRequired[UsageDetails]
@@ -568,6 +628,28 @@ class TurnUsage(TypedDict):
     output_tokens_details: NotRequired[UsageDetails]
     total_tokens: int
     x_cache: TierTokens
+
+
+class Compacted(TypedDict):
+    """
+    What a compaction put in place of the older part of a history.
+    """
+
+    id: str
+    items: list[
+        MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem | CompactionItem
+    ]
+    kept_tokens: int
+    kept_turns: int
+    num_tokens: int
+    num_tokens_before: int
+    object: Literal["session.compaction"]
+    prefill: PrefillAnswer | None
+    replaced_items: int
+    revision: int
+    session_id: str
+    status: Literal["completed"]
+    summary_tokens: int
 
 
 class ForkAnswer(TypedDict):
@@ -789,6 +871,20 @@ class TurnPage(TypedDict):
     has_more: bool
     last_id: str | None
     object: Literal["list"]
+
+
+class CompactCreate(TypedDict):
+    """
+    POST /v1/sessions/{id}/compact.
+
+    summary: the model writes it. items: `summary_items` stand for what goes. `warm`: the new
+    prefix is prefilled before it is put in place.
+    """
+
+    keep_last_turns: NotRequired[int]
+    mode: NotRequired[Literal["summary", "items"]]
+    summary_items: NotRequired[list[InputItem] | str | None]
+    warm: NotRequired[bool]
 
 
 TurnEvent: TypeAlias = (

@@ -4,6 +4,8 @@
 import { Http, type HttpOptions } from "./http.js";
 import type {
   CacheView,
+  CompactCreate,
+  Compacted,
   ForkAnswer,
   ForkCreate,
   ItemPage,
@@ -13,6 +15,7 @@ import type {
   LeaseCreate,
   LeaseDeleted,
   LeaseList,
+  Resumed,
   RolledBack,
   Session,
   SessionCreate,
@@ -23,6 +26,7 @@ import type {
   SessionUpdated,
   Signal,
   SignalCreate,
+  Suspended,
   Turn,
   TurnCreate,
   TurnPage,
@@ -141,6 +145,21 @@ export class Moorage {
   rollback(sessionId: string, to: string | number, expectRevision?: number): Promise<RolledBack> {
     const expected = expectRevision === undefined ? {} : { expect_revision: expectRevision };
     return this.#post(`${sessionPath(sessionId)}/rollback`, { to, ...expected });
+  }
+
+  /** Put a summary, or items, in place of the older part of the history. */
+  compact(sessionId: string, body: CompactCreate): Promise<Compacted> {
+    return this.#post(`${sessionPath(sessionId)}/compact`, body);
+  }
+
+  /** Flush the session's KV to the lowest tier and let go of what lies above. */
+  suspend(sessionId: string): Promise<Suspended> {
+    return this.#post(`${sessionPath(sessionId)}/suspend`, {}, true);
+  }
+
+  /** Bring the session's KV back to L1. */
+  resume(sessionId: string): Promise<Resumed> {
+    return this.#post(`${sessionPath(sessionId)}/resume`, {}, true);
   }
 
   lease(sessionId: string, body: LeaseCreate): Promise<Lease> {

@@ -111,7 +111,8 @@ export class TurnStream implements AsyncIterable<TurnEvent> {
       const response = await this.#http.open({ ...this.#call(), signal: silence.signal });
       if (response.body === null) return;
       onBytes();
-      for await (const { data } of eventsOf(response.body, onBytes)) {
+      for await (const { event: name, data } of eventsOf(response.body, onBytes)) {
+        if (name === "stream.reconnect") continue; // the server stops: the stream goes on elsewhere
         const event = JSON.parse(data) as TurnEvent;
         if (event.sequence_number <= this.#sequence) continue;
         this.#sequence = event.sequence_number;
