@@ -81,7 +81,7 @@ struct Request {
   std::int64_t l3_wait_ms = 0;
   std::int64_t probe_id = -1;   // what it asked of L3
   TimeMs probe_until_ms = 0;    // it waits for that answer no longer
-  TimeMs fetch_until_ms = 0;    // nor for a fetch: computing would take no longer; 0: no such limit
+  TimeMs fetch_until_ms = 0;    // nor for pages: computing would take no longer; 0: no limit
 
   State state = Waiting{};
 

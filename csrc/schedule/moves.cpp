@@ -92,7 +92,6 @@ std::int32_t Scheduler::forget(const std::string& salt, TokenSpan tokens, const 
 }
 
 MoveResult Scheduler::work_on(MoveOrder& order) {
-  const std::int64_t newest = tiers_.newest_ticket();
   const PrefixMatch match = tree_.find(order.salt, order.tokens);
   MoveResult result;
   switch (order.target) {
@@ -102,7 +101,8 @@ MoveResult Scheduler::work_on(MoveOrder& order) {
     case MoveTarget::kNone: break;
   }
   order.waits_for = tiers_.newest_ticket();
-  order.not_before_ms = order.waits_for > newest ? now_ms_ : now_ms_ + MoveOrder::kRetryMs;
+  const bool moves = !tiers_.is_over(order.waits_for);
+  order.not_before_ms = moves ? now_ms_ : now_ms_ + MoveOrder::kRetryMs;
   return result;
 }
 
@@ -130,7 +130,14 @@ MoveResult Scheduler::bring_up(MoveOrder& order, PrefixMatch match) {
                     (num_full - end) * config_.page_size, 0};
   if (ready.empty()) return result;
   const std::int64_t newest = next_transfer_;
-  const std::int64_t id = start_transfer(order.salt, order.tokens, match, ready);
+  std::int64_t id = start_transfer(order.salt, order.tokens, match, ready);
+  if (id < 0 && !tiers_.is_in_l2(ready[0])) {  // L2 is full, perhaps of what L1 has by now
+    std::span<const PageHash> above(order.names.pages.data(), static_cast<std::size_t>(first));
+    while (!above.empty() && tiers_.is_in_l3(above.back()) && tiers_.let_go_of_l2(above.back())) {
+      above = above.first(above.size() - 1);
+    }
+    id = start_transfer(order.salt, order.tokens, match, ready);
+  }
   if (id >= newest) {
     result.num_pages = static_cast<std::int32_t>(transfers_.at(id).hashes.size());
   }

@@ -141,7 +141,7 @@ bool Scheduler::is_waiting_for_transfer(Request& request) const {
   const auto found = transfers_.find(request.waits_for);
   const bool is_late = request.fetch_until_ms > 0 && now_ms_ >= request.fetch_until_ms;
   if (found != transfers_.end()) {
-    if (!is_late || found->second.pages.has_value()) return true;
+    if (!is_late) return true;
     request.loads_left = 0;  // what is still on its way it computes
   }
   request.waits_for = -1;

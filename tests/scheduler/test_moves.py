@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prefix is moved between three tiers on request, wished somewhere for a while, or forgotten."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+import _scheduler as cpp
+from tests.fakes.scheduler_sim import Harness, Job, TierMover, ToyModel
+
+PAGE = 4
+
+
+def make(*, use_l3: bool = True, num_l2_pages: int = 50, **options: object) -> Harness:
+    settings: dict[str, object] = dict(
+        page_size=PAGE, num_pages=20, max_slots=2, max_context_len=80, token_budget=32
+    )
+    config = cpp.SchedulerConfig(
+        **{**settings, **options},  # type: ignore[arg-type]
+        num_l2_pages=num_l2_pages,
+        use_l3=use_l3,
+    )
+    harness = Harness(config, ToyModel())
+    harness.mover = TierMover(config, harness.device, random.Random(1))
+    harness.mover.delay = 0.0
+    return harness
+
+
+def ids(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def hit(harness: Harness, tokens: list[int]) -> tuple[int, int, int]:
+    found = harness.scheduler.query_prefix(ids(tokens))
+    return found.l1, found.l2, found.l3
+
+
+def settle(harness: Harness, *, steps: int = 12, ms: int = 1) -> None:
+    for _ in range(steps):
+        harness.now_ms += ms
+        harness.step()
+        harness.check()
+
+
+def finish(harness: Harness, length: int, base: int = 0, **options: object) -> Job:
+    job = harness.submit(list(range(base, base + length)), 1, **options)
+    harness.run()
+    settle(harness)
+    return job
+
+
+def parts(result: cpp.MoveResult) -> tuple[int, int, int]:
+    return result.tokens_there, result.tokens_pending, result.tokens_missing
+
+
+# ---- move ----------------------------------------------------------------------------------------
+
+
+def test_a_prefix_put_into_the_store_leaves_both_tiers_above() -> None:
+    harness = make()
+    job = finish(harness, 20)
+    assert hit(harness, job.prompt) == (20, 0, 0)
+    assert parts(harness.scheduler.move(ids(job.prompt), "l3")) == (20, 0, 0)
+    assert hit(harness, job.prompt) == (0, 0, 20)
+    stats = harness.check()
+    assert (stats["cached_pages"], stats["cached_l2_pages"], stats["cached_l3_pages"]) == (0, 0, 5)
+
+
+def test_the_store_is_asked_before_anything_above_is_let_go_of() -> None:
+    harness = make()
+    assert harness.mover is not None
+    job = harness.submit(list(range(20)), 1)
+    harness.run()
+    harness.mover.delay = 1.0  # the write-backs are still under way
+    assert parts(harness.scheduler.move(ids(job.prompt), "l3")) == (0, 20, 0)
+    assert harness.scheduler.query_prefix(ids(job.prompt)).pending == 20
+    settle(harness)
+    assert len(harness.mover.l3) == 0
+    harness.mover.delay = 0.0
+    settle(harness)
+    assert len(harness.mover.l3) == 5
+    assert hit(harness, job.prompt) == (0, 0, 20)
+    assert parts(harness.scheduler.move(ids(job.prompt), "l3")) == (20, 0, 0)
+    assert harness.check()["move_orders"] == 0
+    again = harness.submit([*job.prompt, 7], 3)
+    harness.run()
+    assert again.admissions == [(21, 20)]
+    assert again.outputs == harness.model.generate(again)
+
+
+def test_a_small_l2_is_passed_through_from_the_end_of_the_prefix_on() -> None:
+    harness = make(num_l2_pages=2)
+    assert harness.mover is not None
+    job = finish(harness, 40)
+    there, pending, missing = parts(harness.scheduler.move(ids(job.prompt), "l3"))
+    assert missing == 0 and there + pending == 40 and pending > 0
+    settle(harness, steps=60, ms=30)
+    assert hit(harness, job.prompt) == (0, 0, 40)
+    assert harness.check()["move_orders"] == 0
+    assert len(harness.mover.l3) == 10
+
+
+def test_a_store_that_loses_pages_is_tried_again_and_given_up_in_the_end() -> None:
+    harness = make()
+    assert harness.mover is not None
+    carry_out, lost = harness.mover.carry_out, [3]
+
+    def lossy(move: list[int], name: bytes) -> bool:
+        if move[1] == 3 and lost[0] > 0:  # a store
+            lost[0] -= 1
+            return False
+        return carry_out(move, name)
+
+    harness.mover.carry_out = lossy  # type: ignore[method-assign]
+    job = finish(harness, 20)
+    harness.scheduler.move(ids(job.prompt), "l3")
+    settle(harness, steps=20, ms=30)
+    assert hit(harness, job.prompt) == (0, 0, 20)
+    lost[0] = 10**6
+    other = finish(harness, 20, base=100)
+    harness.scheduler.move(ids(other.prompt), "l3")
+    settle(harness, steps=80, ms=60)
+    assert harness.check()["move_orders"] == 0, "bounded"
+    assert hit(harness, other.prompt) == (0, 20, 0), "nothing is let go of that was not stored"
+
+
+def test_what_only_the_store_has_is_brought_to_l2_and_no_further() -> None:
+    harness = make()
+    job = finish(harness, 20)
+    harness.scheduler.move(ids(job.prompt), "l3")
+    settle(harness)
+    assert parts(harness.scheduler.move(ids(job.prompt), "l2")) == (0, 20, 0)
+    settle(harness)
+    assert hit(harness, job.prompt) == (0, 20, 0)
+    assert parts(harness.scheduler.move(ids(job.prompt), "l2")) == (20, 0, 0)
+
+
+def test_a_prefetch_goes_through_from_the_store_to_l1() -> None:
+    harness = make()
+    job = finish(harness, 20)
+    harness.scheduler.move(ids(job.prompt), "l3")
+    settle(harness)
+    assert parts(harness.scheduler.move(ids([*job.prompt, 9, 9, 9, 9]), "l1")) == (0, 20, 4)
+    settle(harness)
+    assert hit(harness, job.prompt) == (20, 0, 0)
+    assert harness.check()["move_orders"] == 0
+    again = harness.submit([*job.prompt, 7], 3)
+    harness.run()
+    assert again.admissions == [(21, 20)]
+    assert again.outputs == harness.model.generate(again)
+
+
+def test_a_prefetch_wider_than_l2_comes_in_several_rounds() -> None:
+    harness = make(num_l2_pages=2)
+    job = finish(harness, 40)
+    harness.scheduler.move(ids(job.prompt), "l3")
+    settle(harness, steps=60, ms=30)
+    harness.scheduler.move(ids(job.prompt), "l1")
+    settle(harness, steps=60, ms=30)
+    assert hit(harness, job.prompt) == (40, 0, 0)
+
+
+def test_a_prefetch_leaves_alone_what_runs_and_what_is_leased() -> None:
+    harness = make(num_pages=12, lease_percent=100)
+    job = finish(harness, 20)
+    harness.scheduler.move(ids(job.prompt), "l2")
+    kept = finish(harness, 32, base=100)
+    harness.scheduler.lease(lease_id=1, token_ids=ids(kept.prompt), until_ms=10**6)
+    harness.scheduler.move(ids(job.prompt), "l1")
+    settle(harness, steps=40, ms=60)
+    assert hit(harness, kept.prompt)[0] == 32
+    assert sum(hit(harness, job.prompt)) == 20 and hit(harness, job.prompt)[0] <= 16
+    assert harness.check()["move_orders"] == 0
+
+
+def test_what_is_used_or_leased_stays_in_l1() -> None:
+    harness = make()
+    job = finish(harness, 20)
+    harness.scheduler.lease(lease_id=1, token_ids=ids(job.prompt), until_ms=10**6)
+    assert parts(harness.scheduler.move(ids(job.prompt), "l3")) == (20, 0, 0)
+    assert hit(harness, job.prompt)[0] == 20
+    harness.scheduler.release(1)
+    running = harness.submit([*job.prompt, 1, 2, 3], 30)
+    harness.step()
+    harness.scheduler.move(ids(job.prompt), "l2")
+    assert hit(harness, job.prompt)[0] == 20
+    harness.run()
+    assert running.outputs == harness.model.generate(running)
+
+
+def test_a_page_of_a_chain_in_use_below_stays_while_its_continuation_is_there() -> None:
+    harness = make()
+    stem = finish(harness, 16)
+    fork = finish(harness, 24)
+    assert fork.prompt[:16] == stem.prompt
+    harness.scheduler.move(ids(stem.prompt), "l3")
+    assert hit(harness, fork.prompt) == (24, 0, 0)
+
+
+def test_tokens_that_are_nowhere_are_missing_and_end_the_order() -> None:
+    harness = make()
+    assert parts(harness.scheduler.move(ids(list(range(8))), "l3")) == (0, 0, 8)
+    assert parts(harness.scheduler.move(ids([1, 2]), "l2")) == (0, 0, 0)
+    assert harness.check()["move_orders"] == 0
+
+
+def test_the_newest_wish_counts() -> None:
+    harness = make()
+    assert harness.mover is not None
+    job = finish(harness, 20)
+    harness.mover.delay = 1.0
+    harness.scheduler.move(ids(job.prompt), "l2")
+    harness.scheduler.move(ids(job.prompt), "l1")
+    assert harness.check()["move_orders"] == 1
+    harness.scheduler.move(ids(job.prompt), "none")
+    assert harness.check()["move_orders"] == 0
+
+
+def test_without_tiers_nothing_moves_and_without_a_store_l3_is_refused() -> None:
+    harness = make(use_l3=False, num_l2_pages=0)
+    harness.mover = None
+    job = harness.submit(list(range(20)), 1)
+    harness.run()
+    assert parts(harness.scheduler.move(ids(job.prompt), "l2")) == (0, 0, 20)
+    assert parts(harness.scheduler.move(ids(job.prompt), "l1")) == (20, 0, 0)
+    assert hit(harness, job.prompt) == (20, 0, 0)
+    with pytest.raises(ValueError, match="tier: 'l3' needs use_l3"):
+        harness.scheduler.move(ids(job.prompt), "l3")
+
+
+def test_a_page_that_a_full_l2_refused_is_written_back_when_there_is_room() -> None:
+    harness = make(use_l3=False, num_l2_pages=5, lease_percent=100)
+    first = finish(harness, 20)
+    harness.scheduler.lease(lease_id=1, token_ids=ids(first.prompt), until_ms=10**6, tier="l2")
+    assert harness.check()["leased_l2_pages"] == 5
+    second = finish(harness, 20, base=100)
+    assert harness.check()["cached_l2_pages"] == 5
+    harness.scheduler.release(1)
+    settle(harness, steps=20, ms=20)
+    harness.scheduler.drop_prefix(ids(second.prompt))
+    assert hit(harness, second.prompt) == (0, 20, 0)
+
+
+# ---- hold times ----------------------------------------------------------------------------------
+
+
+def hint(harness: Harness, job: Job, share: float = 0.5, **until_ms: int) -> int:
+    return harness.scheduler.hint_prefix(ids(job.prompt), share, **until_ms)
+
+
+def test_when_its_time_in_l1_is_over_a_prefix_goes_to_l2() -> None:
+    harness = make()
+    job = finish(harness, 20)
+    until = harness.now_ms + 10
+    assert hint(harness, job, l1_until_ms=until) == 20
+    harness.now_ms = until - 1
+    harness.step()
+    assert hit(harness, job.prompt) == (20, 0, 0)
+    harness.now_ms = until
+    harness.step()
+    assert hit(harness, job.prompt) == (0, 20, 0)
+
+
+def test_when_its_time_in_l2_is_over_it_stays_in_the_store_alone() -> None:
+    harness = make()
+    job = finish(harness, 20)
+    start = harness.now_ms
+    hint(harness, job, l1_until_ms=start + 5, l2_until_ms=start + 10, l3_until_ms=start + 50)
+    harness.now_ms = start + 5
+    harness.step()
+    assert hit(harness, job.prompt) == (0, 20, 0)
+    harness.now_ms = start + 10
+    harness.step()
+    assert hit(harness, job.prompt) == (0, 0, 20)
+    harness.scheduler.drain_kv_events()
+    harness.now_ms = start + 50
+    harness.step()
+    assert hit(harness, job.prompt) == (0, 0, 0)
+    told = [(e.kind, e.tier) for e in harness.scheduler.drain_kv_events()]
+    assert told == [("removed", "l3")] * 5
+    stats = harness.check()
+    assert stats["free_pages"] == 20 and stats["free_l2_pages"] == 50
+
+
+def test_a_turn_that_goes_on_in_time_keeps_all_of_it() -> None:
+    harness = make()
+    job = finish(harness, 20)
+    hint(harness, job, l1_until_ms=harness.now_ms + 10)
+    turn = harness.submit([*job.prompt, 1, 2, 3, 4], 30)
+    harness.step()
+    harness.now_ms += 20
+    harness.step()
+    harness.run()
+    assert hit(harness, turn.prompt)[0] >= 20
+
+
+def test_a_new_hint_replaces_the_deadlines() -> None:
+    harness = make()
+    job = finish(harness, 20)
+    hint(harness, job, l1_until_ms=harness.now_ms + 10, l2_until_ms=harness.now_ms + 10)
+    hint(harness, job)
+    harness.now_ms += 100
+    settle(harness)
+    assert hit(harness, job.prompt) == (20, 0, 0)
+    harness.scheduler.move(ids(job.prompt), "l2")
+    assert hit(harness, job.prompt) == (0, 20, 0)
+
+
+def test_a_prefix_somebody_wishes_kept_outlives_an_equal_one() -> None:
+    harness = make(use_l3=False, num_l2_pages=0)
+    harness.mover = None
+    held = harness.submit(list(range(32)), 1)
+    harness.run()
+    hint(harness, held, l1_until_ms=10**6)
+    harness.now_ms += 1
+    for base in (100, 200, 300):
+        harness.submit(list(range(base, base + 32)), 1)
+        harness.run()
+    assert hit(harness, held.prompt)[0] == 32
+
+
+def test_a_wish_is_no_promise() -> None:
+    harness = make(use_l3=False, num_l2_pages=0)
+    harness.mover = None
+    held = harness.submit(list(range(32)), 1)
+    harness.run()
+    hint(harness, held, l1_until_ms=10**6)
+    big = harness.submit(list(range(100, 170)), 2)
+    harness.run()
+    assert big.outputs == harness.model.generate(big)
+    assert hit(harness, held.prompt)[0] < 32
+
+
+def test_in_l2_a_wished_prefix_is_evicted_after_an_equal_one() -> None:
+    harness = make(use_l3=False, num_l2_pages=10, num_pages=30)
+    held, other = finish(harness, 20), finish(harness, 20, base=100)
+    hint(harness, held, l2_until_ms=10**6)
+    for job in (held, other):
+        harness.scheduler.move(ids(job.prompt), "l2")
+    finish(harness, 12, base=200)
+    assert hit(harness, held.prompt) == (0, 20, 0)
+    assert hit(harness, other.prompt)[1] < 20
+
+
+def test_negative_deadlines_are_refused() -> None:
+    harness = make()
+    with pytest.raises(ValueError, match="l2_until_ms: -1 is not >= 0"):
+        harness.scheduler.hint_prefix(ids([1]), 0.5, l2_until_ms=-1)
