@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every ticket is acked once, and truly; what is urgent comes first; nobody is waited for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvtiers.host_pool import HostPool, PageName, PoolShape
+from kvtiers.keys import ObjectKeys
+from kvtiers.store import Store
+from kvtiers.transfer import Ack, Move, MoveKind, TransferEngine
+from kvtiers.verify import Checked, verify_l2, verify_l3
+from tests.fakes.memory_store import MemoryStore
+from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES
+
+NUM_SLOTS = 8
+Bodies = Sequence[NDArray[np.uint8]]
+
+
+class FakeLayout:
+    """The pages of tests.fakes.stored_pages."""
+
+    num_layers = 1
+    dtype = "float32"
+    page_size = 4
+    page_bytes = PAGE_BYTES
+    token_bytes = PAGE_BYTES // 4
+
+    def pool_shape(self, num_pages: int) -> tuple[int, ...]:
+        return (num_pages, PAGE_BYTES)
+
+    def fingerprint(self) -> str:
+        return LAYOUT
+
+
+LAYOUT_SIZE = FakeLayout.page_size
+
+
+class FakeDevice:
+    """Pages in an array; each batch waits for `gate`, and fails while `is_broken`."""
+
+    kind = "cpu"
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(3)
+        self.pages = rng.integers(0, 256, (12, PAGE_BYTES), dtype=np.uint8)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_broken = False
+        self.done: list[str] = []
+
+    def read(self, pages: Sequence[int], into: Bodies) -> None:
+        self._enter(f"read {list(pages)}")
+        for page, body in zip(pages, into, strict=True):
+            body[:] = self.pages[page]
+
+    def write(self, pages: Sequence[int], bodies: Bodies) -> None:
+        self._enter(f"write {list(pages)}")
+        for page, body in zip(pages, bodies, strict=True):
+            self.pages[page] = body
+
+    def _enter(self, what: str) -> None:
+        self.gate.wait(10)
+        self.done.append(what)
+        if self.is_broken:
+            raise RuntimeError("the device is broken")
+
+
+class Bench:
+    """A transfer engine and what it is asked."""
+
+    def __init__(self, store: Store | None) -> None:
+        self.device = FakeDevice()
+        self.store = store
+        self.wakes = 0
+        shape = PoolShape(num_slots=NUM_SLOTS, page_bytes=PAGE_BYTES, page_size=LAYOUT_SIZE)
+        self.pool = HostPool(shape, FakeLayout(), ObjectKeys("model", FakeLayout()))
+        self.engine = TransferEngine(self.device, self.pool, store, self.wake)
+        self._tickets = iter(range(1, 1000))
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def move(self, kind: MoveKind, source: int, target: int, number: int) -> Move:
+        name = PageName(
+            page_hash=name_of(number),
+            parent_hash=name_of(number - 1) if number else bytes(16),
+            token_ids=np.full(LAYOUT_SIZE, number, "<i4").tobytes(),
+            salt="",
+        )
+        return Move(
+            ticket=next(self._tickets),
+            kind=kind,
+            source=source,
+            target=target,
+            page_hash=name_of(number),
+            name=name,
+        )
+
+    def run(self, *moves: Move) -> dict[int, bool]:
+        """Submit moves and wait for their acks."""
+        self.engine.submit(moves)
+        return self.acks(len(moves))
+
+    def acks(self, most: int, timeout_s: float = 10.0) -> dict[int, bool]:
+        deadline_s = time.monotonic() + timeout_s
+        found: list[Ack] = []
+        while len(found) < most and time.monotonic() < deadline_s:
+            found += self.engine.take_acks()
+            time.sleep(0.002)
+        tickets = [ack.ticket for ack in found]
+        assert len(set(tickets)) == len(tickets), "a ticket was acked twice"
+        return {ack.ticket: ack.ok for ack in found}
+
+
+def name_of(number: int) -> bytes:
+    return bytes([number + 1]) * 16
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def build(store: Store | None = None) -> Bench:
+        made.append(Bench(store))
+        return made[-1]
+
+    yield build
+    for bench in made:
+        bench.device.gate.set()
+        bench.engine.close()
+
+
+Make = Callable[..., Bench]
+
+
+def test_a_page_goes_down_to_the_store_and_comes_back_byte_for_byte(make: Make) -> None:
+    store = MemoryStore(LAYOUT)
+    bench = make(store)
+    page = bench.device.pages[3].copy()
+    assert bench.run(bench.move(MoveKind.WRITE_BACK, 3, 5, 0)) == {1: True}
+    assert bench.run(bench.move(MoveKind.STORE, 5, -1, 0)) == {2: True}
+    assert bench.run(bench.move(MoveKind.FETCH, -1, 2, 0)) == {3: True}
+    assert bench.run(bench.move(MoveKind.LOAD_BACK, 2, 9, 0)) == {4: True}
+    assert np.array_equal(bench.device.pages[9], page)
+    assert bench.wakes >= 4 and bench.engine.num_waiting == 0
+    counters = bench.engine.counters()
+    for kind in ("write_back", "store", "fetch", "load_back"):
+        assert counters[f"{kind}_pages"] == 1 and counters[f"{kind}_lost"] == 0
+        assert counters[f"{kind}_bytes"] == PAGE_BYTES
+
+
+def test_load_backs_pass_write_backs_that_wait(make: Make) -> None:
+    bench = make()
+    bench.run(bench.move(MoveKind.WRITE_BACK, 0, 0, 0))
+    bench.device.gate.clear()
+    bench.device.done.clear()
+    moves = [bench.move(MoveKind.WRITE_BACK, page, page, page) for page in (1, 2, 3, 4, 5, 6)]
+    bench.engine.submit(moves)
+    bench.engine.submit([bench.move(MoveKind.LOAD_BACK, 0, 10, 0)])
+    bench.device.gate.set()
+    assert set(bench.acks(7).values()) == {True}
+    order = [what.split()[0] for what in bench.device.done]
+    assert order.index("write") <= 1 and order[-1] == "read"
+
+
+def test_a_broken_copy_is_lost_and_the_next_one_is_not(make: Make) -> None:
+    bench = make()
+    bench.device.is_broken = True
+    assert bench.run(bench.move(MoveKind.WRITE_BACK, 0, 0, 0)) == {1: False}
+    bench.device.is_broken = False
+    assert bench.run(bench.move(MoveKind.WRITE_BACK, 0, 0, 0)) == {2: True}
+    assert bench.engine.counters()["write_back_lost"] == 1
+
+
+@pytest.mark.parametrize("kind", [MoveKind.LOAD_BACK, MoveKind.STORE])
+def test_a_page_that_memory_damaged_goes_nowhere(make: Make, kind: MoveKind) -> None:
+    store = MemoryStore(LAYOUT)
+    bench = make(store)
+    bench.run(*(bench.move(MoveKind.WRITE_BACK, page, page, page) for page in (0, 1)))
+    bench.pool.slot(0)[700] ^= 1
+    before = bench.device.pages.copy()
+    target = -1 if kind is MoveKind.STORE else 11
+    bad, good = bench.move(kind, 0, target, 0), bench.move(kind, 1, target if target < 0 else 10, 1)
+    acks = bench.run(bad, good)
+    assert acks == {bad.ticket: False, good.ticket: True}
+    assert np.array_equal(bench.device.pages[11], before[11])
+    assert len(store.objects) == (1 if kind is MoveKind.STORE else 0)
+
+
+def test_a_slow_store_lets_the_oldest_go_and_nothing_waits_for_it(make: Make) -> None:
+    store = MemoryStore(LAYOUT)
+    bench = make(store)
+    for page in range(NUM_SLOTS):
+        bench.run(bench.move(MoveKind.WRITE_BACK, page, page, page))
+    gate, is_in = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_in.set()
+        gate.wait(10)
+
+    store.before_call = wait
+    bench.engine.submit([bench.move(MoveKind.STORE, 0, -1, 0)])
+    assert is_in.wait(10)
+    moves = [bench.move(MoveKind.STORE, page, -1, page) for page in range(1, NUM_SLOTS)]
+    bench.engine.submit(moves)
+    # Half of L2 may wait; the rest gave way at once, the oldest first.
+    dropped = bench.acks(3)
+    assert dropped == {move.ticket: False for move in moves[:3]}
+    # Loads and write-backs go on beside it.
+    assert set(bench.run(bench.move(MoveKind.LOAD_BACK, 3, 9, 3)).values()) == {True}
+    gate.set()
+    assert set(bench.acks(5).values()) == {True}
+
+
+@pytest.mark.parametrize("fault", ["raises", "refuses", "forgets", "flips", "cuts"])
+def test_whatever_a_store_does_the_ack_is_true_of_it(make: Make, fault: str) -> None:
+    store = MemoryStore(LAYOUT)
+    bench = make(store)
+    bench.run(*(bench.move(MoveKind.WRITE_BACK, page, page, page) for page in (0, 1)))
+    if fault == "raises":
+
+        def fail() -> None:
+            raise OSError("no such disk")
+
+        store.before_call = fail
+    if fault == "refuses":
+        store._capacity_bytes = 0
+    is_kept = fault not in ("raises", "refuses")
+    puts = bench.run(*(bench.move(MoveKind.STORE, page, -1, page) for page in (0, 1)))
+    assert set(puts.values()) == {is_kept}
+    first = next(iter(store.objects), "")
+    if fault == "forgets":
+        del store.objects[first]
+    if fault == "flips":
+        damaged = bytearray(store.objects[first])
+        damaged[500] ^= 8
+        store.objects[first] = bytes(damaged)
+    if fault == "cuts":
+        store.objects[first] = store.objects[first][:-1]
+    gets = bench.run(*(bench.move(MoveKind.FETCH, -1, 4 + page, page) for page in (0, 1)))
+    assert list(gets.values()) == [False, is_kept]
+    assert not bench.pool.is_sound(4, name_of(0))
+    assert bench.pool.is_sound(5, name_of(1)) is is_kept
+
+
+def test_a_probe_answers_even_where_the_store_fails(make: Make) -> None:
+    store = MemoryStore(LAYOUT)
+    bench = make(store)
+    bench.run(bench.move(MoveKind.WRITE_BACK, 0, 0, 0))
+    bench.run(bench.move(MoveKind.STORE, 0, -1, 0))
+    answers: list[int] = []
+    bench.engine.probe([name_of(0), name_of(1)], answers.append)
+
+    def fail() -> None:
+        raise OSError("no such disk")
+
+    bench.engine.wait_idle(5)
+    store.before_call = fail
+    bench.engine.probe([name_of(0)], answers.append)
+    bench.engine.wait_idle(5)
+    assert answers == [1, 0]
+
+
+def test_closing_acks_what_still_waits_as_lost(make: Make) -> None:
+    bench = make()
+    bench.device.gate.clear()
+    moves = [bench.move(MoveKind.WRITE_BACK, page, page, page) for page in range(7)]
+    bench.engine.submit(moves)
+    time.sleep(0.05)
+    threading.Timer(0.1, bench.device.gate.set).start()
+    bench.engine.close()
+    acks = bench.acks(7)
+    assert len(acks) == 7 and not all(acks.values())
+    late = bench.move(MoveKind.WRITE_BACK, 0, 0, 0)
+    assert bench.run(late) == {late.ticket: False}
+
+
+def test_a_check_reads_every_byte_and_marks_what_is_bad(make: Make) -> None:
+    store = MemoryStore(LAYOUT)
+    bench = make(store)
+    for page in range(3):
+        bench.run(bench.move(MoveKind.WRITE_BACK, page, page, page))
+        bench.run(bench.move(MoveKind.STORE, page, -1, page))
+    slots = [(page, name_of(page)) for page in range(3)]
+    assert verify_l2(bench.pool, slots) == Checked(3, 0)
+    assert verify_l3(bench.pool, store, [name for _, name in slots]) == Checked(3, 0)
+    bench.pool.slot(1)[900] ^= 1
+    key = bench.pool.key(name_of(2))
+    store.objects[key] = store.objects[key][:-1] + b"?"
+    assert verify_l2(bench.pool, [*slots, (5, name_of(5))]) == Checked(3, 1)
+    assert verify_l3(bench.pool, store, [name for _, name in slots]) == Checked(3, 1)
