@@ -83,12 +83,13 @@ def load_text_assets(model: str, *, load_format: str = "auto") -> TextAssets:
     assets = _from_gguf(source) if source.kind is ModelKind.GGUF else _from_hf(source, is_dummy)
     for case in assets.conformance.cases:
         if case.status == "differs":
-            logger.warning(
-                "the chat template of %s is not appendable for %s (%s): a history may read "
-                "otherwise than a full render of it",
+            logger.log(
+                logging.INFO if case.is_known else logging.WARNING,
+                "the chat template of %s is not appendable for %s (%s): %s",
                 assets.name,
                 case.kind,
                 case.detail,
+                case.consequence,
             )
     return assets
 
