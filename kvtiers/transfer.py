@@ -210,6 +210,7 @@ class TransferEngine:
         ) is not None:
             if callable(work):
                 work()
+                queue.done(1)
                 continue
             start_s = time.perf_counter()
             kind = work[0].kind

@@ -51,7 +51,7 @@ class MoveQueue:
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
-        self._num_taken = 0  # taken and not yet acked
+        self._num_taken = 0  # moves and calls that were taken and are not done
 
     def put(self, moves: Sequence[Move]) -> list[Move]:
         """Add moves; returns those that gave way: the oldest of a line that is full, or all of
@@ -79,6 +79,7 @@ class MoveQueue:
         with self._changed:
             while True:
                 if self._calls:
+                    self._num_taken += 1
                     return self._calls.popleft()
                 for line in self._lines.values():
                     if line:
@@ -89,10 +90,10 @@ class MoveQueue:
                     return None
                 self._changed.wait()
 
-    def done(self, num_moves: int) -> None:
-        """Moves that were taken are acked."""
+    def done(self, num_taken: int) -> None:
+        """Moves that were taken are acked, or a call is over."""
         with self._changed:
-            self._num_taken -= num_moves
+            self._num_taken -= num_taken
             self._changed.notify_all()
 
     def __len__(self) -> int:
