@@ -45,6 +45,9 @@ from kernels.ops.step_ids import feed_ids
 Places = NDArray[np.int64]  # of the sampled rows' logits in the logits buffer
 Later = Callable[[], Sampled | None]
 
+# Prefill kernels differ by how many tokens an expert gets, and by whether a prefix is split.
+WARM_UP_TOKENS = (64, 160, 300, 1024)
+WARM_UP_PAST = 4096
 # Columns of a decode buffer.
 IDS, POSITIONS, MAPPING, SLOTS, LENS, NUM_COLUMNS = range(6)
 
@@ -303,21 +306,27 @@ class DeviceLauncher:
         return lambda: sampled
 
     def _warm_up_prefill(self) -> None:
-        """One mixed step on the sentinels: a prefill row and a decode row."""
-        num = min(self._limits.page_size, self._limits.max_tokens - 1)
-        if num < 2:
-            return
+        """Mixed steps on the sentinels, of each size for which kernels differ."""
+        longest = (self._limits.table_width - 1) * self._limits.page_size
+        most = min(self._limits.max_tokens - 1, longest)
+        for num in sorted({min(size, most) for size in WARM_UP_TOKENS}):
+            if num >= 2:
+                self._warm_up_mixed(num, min(WARM_UP_PAST, longest - num))
+
+    def _warm_up_mixed(self, num: int, past: int) -> None:
+        """A prefill row of `num` tokens behind `past`, and a decode row."""
         first = self._limits.sentinel_page * self._limits.page_size
         where = torch.arange(num, dtype=torch.int32)
+        places = first + where % self._limits.page_size
         self._mixed(
             ForwardBatch(
                 step_id=-1,
                 input_ids=torch.zeros(num + 1, dtype=torch.int32),
-                positions=torch.cat((where, where[:1])),
-                slot_mapping=torch.cat((where, where[:1])) + first,
+                positions=torch.cat((past + where, where[:1])),
+                slot_mapping=torch.cat((places, places[:1])),
                 row_indptr=torch.tensor([0, num, num + 1], dtype=torch.int32),
                 row_slots=torch.full((2,), self._sentinel, dtype=torch.int32),
-                seq_lens=torch.tensor([num, 1], dtype=torch.int32),
+                seq_lens=torch.tensor([past + num, 1], dtype=torch.int32),
                 sample_rows=torch.tensor([0, 1], dtype=torch.int32),
                 page_table=torch.empty(0),
                 page_copies=torch.empty(0, 3),

@@ -7,6 +7,7 @@ workspace allows (two matrix products), and attended to. A step's plan is made o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,8 @@ _LOG2_E = math.log2(math.e)
 Attend = Callable[..., None]
 
 
-def _num_processors(device: torch.device) -> int:
+@functools.cache
+def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -85,7 +87,7 @@ def _run(
         page_size=kv_pool_layer.shape[1],
         block_m=block_m,
         tile=tile,
-        num_processors=_num_processors(q.device),
+        num_processors=num_processors(q.device),
         device=q.device,
     )
     latents = _gather(kv_pool_layer, page_table, plan)
@@ -222,10 +224,15 @@ def prefill_portable(
     )
 
 
-def _descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+@functools.cache
+def _shared_layout() -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
+    """A TMA descriptor of a bf16 matrix for boxes of [rows, columns]."""
     shape, strides = list(tensor.shape), list(tensor.stride())
-    return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
+    return TensorDescriptor(tensor, shape, strides, [rows, columns], _shared_layout())
 
 
 @register_kernel(
@@ -268,11 +275,11 @@ def prefill_hopper(
         count: int,
     ) -> None:
         mla_prefill_hopper_kernel[(plan.num_items * count,)](
-            _descriptor(flat, BLOCK_M // 2, nope_dim),
-            _descriptor(flat, BLOCK_M // 2, rope_dim),
-            _descriptor(keys, HOPPER_TILE, nope_dim),
-            _descriptor(latents, HOPPER_TILE, rope_dim),
-            _descriptor(values, HOPPER_TILE, v_dim),
+            descriptor(flat, BLOCK_M // 2, nope_dim),
+            descriptor(flat, BLOCK_M // 2, rope_dim),
+            descriptor(keys, HOPPER_TILE, nope_dim),
+            descriptor(latents, HOPPER_TILE, rope_dim),
+            descriptor(values, HOPPER_TILE, v_dim),
             plan.items,
             out,
             partial_out,

@@ -297,7 +297,7 @@ def _consume(
             mbarrier.arrive(v_empty.index(stage), count=1)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_items", "first_head"])
 def mla_prefill_hopper_kernel(
     q_nope_desc,
     q_rope_desc,

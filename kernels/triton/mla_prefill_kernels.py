@@ -40,7 +40,7 @@ def gather_latents_kernel(
     tl.store(out + target, values, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "first_head"])
 def mla_prefill_kernel(
     q,
     keys,
@@ -119,7 +119,7 @@ def mla_prefill_kernel(
         tl.store(partial_lse + at, lse, mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_head"])
 def mla_prefill_merge_kernel(
     partial_out,
     partial_lse,

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from kernels._triton import HAS_GLUON_HOPPER, TensorDescriptor, gl, triton
+from kernels._triton import HAS_GLUON_HOPPER, triton
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
+from kernels.triton.mla_prefill import descriptor, num_processors
 from kernels.triton.moe_gather import moe_gather_kernel
 from kernels.triton.moe_route import moe_align_kernel, moe_combine_kernel
 from kernels.w4_layout import SCALE_CODES, TiledW4
@@ -53,9 +54,9 @@ def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tens
         E=num_experts,
         E_PAD=triton.next_power_of_2(num_experts),
         TOKENS=ITEM_TOKENS,
-        BLOCK=1024 if num_pairs <= 8192 else 4096,
+        BLOCK=4096,
         USE_PDL=False,
-        num_warps=4 if num_pairs <= 8192 else 8,
+        num_warps=8,
     )
     return pairs, items
 
@@ -73,13 +74,10 @@ def _gemm(
     from kernels.triton.moe_w4_hopper import WEIGHT_ROWS, moe_w4_hopper_kernel
 
     num_works = items.shape[1] * (weight.num_rows // WEIGHT_ROWS)
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    box = [_TOKEN_BLOCK, 64]
     scale = SCALE_CODES[weight.format]
     constants: dict[str, Any] = {"N": weight.num_rows, "K": weight.num_cols, "FIRST": first}
-    moe_w4_hopper_kernel[(min(processors, num_works),)](
-        TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout),
+    moe_w4_hopper_kernel[(min(num_processors(x.device), num_works),)](
+        descriptor(x, _TOKEN_BLOCK, 64),
         weight.codes.view(torch.uint32),
         weight.scales.view(torch.uint32),
         weight.factors,

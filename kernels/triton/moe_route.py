@@ -202,7 +202,7 @@ def moe_norm_route_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "max_items"])
 def moe_align_kernel(
     topk_ids,
     pairs,

@@ -454,7 +454,7 @@ def _consume(
             )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_works"])
 def moe_w4_hopper_kernel(
     x_desc,
     codes,
