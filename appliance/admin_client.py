@@ -6,6 +6,8 @@ Does not know: what the commands print.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,19 @@ class AdminClient:
         if not reply.is_success:  # a redirect too: some argument made another path of ours
             raise AdminError(_error_line(reply))
         return dict(reply.json())
+
+    def events(self, path: str) -> Iterator[dict[str, Any]]:
+        """Yield the JSON of every event of a stream, until it ends. Raises: AdminError."""
+        try:
+            with self._client.stream("GET", path, timeout=None) as reply:
+                if not reply.is_success:
+                    reply.read()
+                    raise AdminError(_error_line(reply))
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        yield json.loads(line[len("data: ") :])
+        except httpx.HTTPError as error:
+            raise AdminError(f"{self.url}: {error}") from error
 
 
 def _error_line(reply: httpx.Response) -> str:

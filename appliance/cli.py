@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from appliance.cli_admin import doctor, quota
 from appliance.cli_leases import leases
 from appliance.cli_options import VERSION, Settings, fail, with_settings
 from appliance.cli_sessions import cache, sessions
@@ -148,6 +149,8 @@ main.add_command(sessions)
 main.add_command(cache)
 main.add_command(leases)
 main.add_command(tiers)
+main.add_command(quota)
+main.add_command(doctor)
 
 if __name__ == "__main__":
     main()

@@ -15,6 +15,8 @@ import click
 from appliance.admin_client import AdminClient, AdminError
 from appliance.cli_options import Settings, fail, with_settings
 
+TIERS = ("l1", "l2", "l3")
+TAIL_LEFT_OUT = ("type", "session_id", "at", "sequence_number")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -96,7 +98,10 @@ def sessions_show(settings: Settings, session_id: str, as_json: bool) -> None:
 
 @sessions.command("explain")
 @click.argument("session_id")
-@click.option("--turn", "which", default="last", show_default=True, help="Number or id of a turn.")
+@click.option(
+    "--turn", "which", default="last", show_default=True,
+    help="A turn's number (from 1; -1 is the last), its id, or last.",
+)  # fmt: skip
 @json_option
 @with_settings
 def sessions_explain(settings: Settings, session_id: str, which: str, as_json: bool) -> None:
@@ -166,18 +171,79 @@ def sessions_cancel(settings: Settings, session_id: str, as_json: bool) -> None:
     click.echo(f"{turn_id}: {turn['status']}, {turn.get('committed_tokens', 0)} tokens kept")
 
 
+@sessions.command("suspend")
+@click.argument("session_id")
+@json_option
+@with_settings
+def sessions_suspend(settings: Settings, session_id: str, as_json: bool) -> None:
+    """Give up a session's KV in L1 and L2; what L3 keeps comes back with its next turn."""
+    reply = ask(settings, "POST", f"{path_of(session_id)}/suspend")
+    if as_json:
+        return print_json(reply)
+    where = f"{reply['kept_tokens']} tokens kept in {reply['tier']}" if reply["tier"] else "no tier"
+    click.echo(f"suspended {session_id}: {where}, {reply['dropped_tokens']} dropped")
+
+
+@sessions.command("resume")
+@click.argument("session_id")
+@json_option
+@with_settings
+def sessions_resume(settings: Settings, session_id: str, as_json: bool) -> None:
+    """Bring a session's KV back to L1."""
+    reply = ask(settings, "POST", f"{path_of(session_id)}/resume")
+    if as_json:
+        return print_json(reply)
+    click.echo(
+        f"resumed {session_id}: {reply['restored_tokens']} tokens restored, "
+        f"{reply['recompute_tokens']} to compute"
+    )
+
+
+@sessions.command("tail")
+@click.argument("session_id")
+@json_option
+@with_settings
+def sessions_tail(settings: Settings, session_id: str, as_json: bool) -> None:
+    """Follow what happens to a session until it is closed (or Ctrl-C)."""
+    try:
+        client = AdminClient(settings.load().server.run_dir)
+        for event in client.events(f"{path_of(session_id)}/events"):
+            if as_json:
+                click.echo(json.dumps(event))
+                continue
+            rest = {k: v for k, v in event.items() if k not in TAIL_LEFT_OUT and v is not None}
+            facts = " ".join(f"{name}={value}" for name, value in rest.items())
+            click.echo(f"{event['type']}  {facts}")
+    except AdminError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        click.echo("", err=True)
+
+
 @click.group()
 def cache() -> None:
     """Look at the KV cache of the running appliance."""
 
 
 @cache.command("tree")
-@click.option("--max-nodes", default=256, show_default=True, help="Most nodes to show.")
+@click.option("--max-nodes", default=256, show_default=True, help="Most nodes to look at.")
+@click.option("--depth", type=int, help="Levels to show, from the root.")
+@click.option("--session", "session_id", help="Only the path of this session.")
+@click.option("--tenant", help="Only the paths of this tenant's sessions.")
 @json_option
 @with_settings
-def cache_tree(settings: Settings, max_nodes: int, as_json: bool) -> None:
+def cache_tree(
+    settings: Settings,
+    max_nodes: int,
+    depth: int | None,
+    session_id: str | None,
+    tenant: str | None,
+    as_json: bool,
+) -> None:
     """Show the radix tree of prefixes that are resident."""
-    reply = ask(settings, "GET", "/admin/cache/tree", params={"max_nodes": max_nodes})
+    narrowed = {"depth": depth, "session_id": session_id, "tenant": tenant}
+    params = {"max_nodes": max_nodes, **narrowed}
+    reply = ask(settings, "GET", "/admin/cache/tree", params=params)
     if as_json:
         return print_json(reply)
     children: dict[int, list[dict[str, Any]]] = {}
@@ -191,20 +257,31 @@ def cache_tree(settings: Settings, max_nodes: int, as_json: bool) -> None:
 
 
 @cache.command("top")
-@click.option("--limit", default=20, show_default=True, help="Most sessions to show.")
+@click.option(
+    "--by", type=click.Choice(["session", "tenant"]), default="session", show_default=True,
+    help="Whose byte-seconds to add up.",
+)  # fmt: skip
+@click.option("--limit", default=20, show_default=True, help="Most rows to show.")
 @json_option
 @with_settings
-def cache_top(settings: Settings, limit: int, as_json: bool) -> None:
-    """Show which sessions have the most tokens resident."""
-    reply = ask(settings, "GET", "/admin/cache/top", params={"limit": limit})
+def cache_top(settings: Settings, by: str, limit: int, as_json: bool) -> None:
+    """Show who has taken the most KV: byte-seconds by tier, most first."""
+    reply = ask(settings, "GET", "/admin/cache/top", params={"by": by, "limit": limit})
     if as_json:
         return print_json(reply)
-    rows = [
-        [row["session_id"], row["tenant"], row["status"], row["tokens_total"]]
-        + [row["resident"][tier] for tier in ("l1", "l2", "l3")]
-        for row in reply["data"]
-    ]
-    print_table(["session", "tenant", "status", "tokens", "l1", "l2", "l3"], rows)
+    costs = [f"{tier}_byte_s" for tier in TIERS]
+    head = ["tenant", "sessions", "tokens", *(f"{tier} MB s" for tier in TIERS)]
+    if by == "session":
+        head = ["session", "tenant", "status", "tokens", *TIERS, *head[3:]]
+    rows = []
+    for row in reply["data"]:
+        cells = [row["tenant"], row.get("sessions"), row["tokens_total"]]
+        if by == "session":
+            at = row["resident"] or dict.fromkeys(TIERS, "-")
+            cells = [row["session_id"], row["tenant"], row["status"], row["tokens_total"]]
+            cells += [at[tier] for tier in TIERS]
+        rows.append([*cells, *(f"{row['cost'][name] / 1e6:.1f}" for name in costs)])
+    print_table(head, rows)
 
 
 def _print_nodes(children: dict[int, list[dict[str, Any]]], parent_id: int, depth: int) -> None:
@@ -238,11 +315,12 @@ def _pick(turns: list[dict[str, Any]], which: str) -> dict[str, Any]:
         fail("the session has no turns")
     if which == "last":
         return turns[-1]
-    if which.isdigit():
-        if not 1 <= int(which) <= len(turns):
-            fail(f"--turn: {which} is not in 1 to {len(turns)}")
-        return turns[int(which) - 1]
+    if which.lstrip("-").isdigit():
+        number = int(which)
+        if number == 0 or abs(number) > len(turns):
+            fail(f"--turn: {which}: the session has {len(turns)} turns, numbered from 1")
+        return turns[number - 1 if number > 0 else number]
     for turn in turns:
         if turn["id"] == which:
             return turn
-    fail(f"--turn: no turn {which} in the session's history")
+    fail(f"--turn: {which!r} is no number, not `last`, and no turn in the session's history")

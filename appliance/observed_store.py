@@ -18,6 +18,7 @@ from sessions.store import (
     SessionPage,
     SessionStore,
     StoreHealth,
+    TenantQuota,
     TenantUsage,
     TurnClaim,
 )
@@ -148,6 +149,12 @@ class ObservedStore:
 
     async def due(self, now_ms: int, limit: int) -> tuple[Session, ...]:
         return await self._store.due(now_ms, limit)
+
+    async def get_quota(self, tenant: str) -> TenantQuota | None:
+        return await self._store.get_quota(tenant)
+
+    async def set_quota(self, tenant: str, quota: TenantQuota | None) -> None:
+        await self._store.set_quota(tenant, quota)
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         return await self._store.tenant_usage(tenant)

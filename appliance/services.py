@@ -40,9 +40,9 @@ from engine.client import EngineClient
 from engine.text.assets import TextAssets, load_text_assets
 from sessions.history import replace_history
 from sessions.items import FunctionCall, Item
-from sessions.quota import check_quota
+from sessions.quota import check_quota, effective_quota, validate_quota
 from sessions.session import Session, items_record
-from sessions.store import SessionStore
+from sessions.store import SessionStore, TenantQuota
 from sessions.token_codec import TOKEN_BYTES, decode_ids
 from sessions.turn_log import PRELUDE, Record, TurnLog
 from tools_schema.formats.base import ToolFormat
@@ -64,6 +64,7 @@ REASONING_TAIL = 24  # tokens; a reasoning marker spelled in plain tokens fits
 DEFAULT_MODEL_NAME = "default"
 DEFAULT_TENANT = "default"
 FIRST_CONTACT_S = 30.0
+QUOTA_FRESH_S = 2.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -85,6 +86,7 @@ class Services:
     responses: ResponseStore = field(default_factory=ResponseStore)
     recall: Recall = field(default_factory=Recall)
     implicit_sessions: ImplicitSessions = field(default_factory=ImplicitSessions)
+    _quotas: dict[str, tuple[TenantQuota, float]] = field(default_factory=dict)
     _toolsets: OrderedDict[bytes, ToolSet] = field(default_factory=OrderedDict)
 
     # Models -------------------------------------------------------------------------------
@@ -201,10 +203,25 @@ class Services:
 
     async def check_quota(self, tenant: str, *, new_sessions: int = 0) -> None:
         """Raise QuotaExceeded if the tenant may not add sessions, or any token at all."""
-        limits = self.config.sessions
-        if limits.max_tokens_per_tenant or (limits.max_sessions_per_tenant and new_sessions):
+        quota = await self.quota_of(tenant)
+        if quota.max_tokens or (quota.max_sessions and new_sessions):
             usage = await self.store.tenant_usage(tenant)
-            check_quota(limits, usage, new_sessions=new_sessions)
+            check_quota(quota, usage, new_sessions=new_sessions)
+
+    async def quota_of(self, tenant: str) -> TenantQuota:
+        """The limits that count for a tenant, as old as a few seconds at most."""
+        known = self._quotas.get(tenant)
+        if known is not None and time.monotonic() - known[1] < QUOTA_FRESH_S:
+            return known[0]
+        quota = effective_quota(self.config.sessions, await self.store.get_quota(tenant))
+        self._quotas[tenant] = (quota, time.monotonic())
+        return quota
+
+    async def set_quota(self, tenant: str, quota: TenantQuota | None) -> None:
+        """Give a tenant limits of its own, or (None) those of all. Raises: SettingError."""
+        validate_quota(quota or TenantQuota())
+        await self.store.set_quota(tenant, quota)
+        self._quotas.pop(tenant, None)
 
     async def adopt_model(self, session: Session) -> Session:
         """Render the history anew if it was made by another model, tokenizer or template.

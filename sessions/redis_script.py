@@ -22,6 +22,7 @@ Key layout, each with the configured prefix in front (`moorage:` by default):
     pending                   set      sessions that have one
     queued:<sid>              hash     turn id -> turn that waits for the one before it
     queued                    set      sessions that have some
+    quotas                    hash     tenant -> msgpack of its own limits
     owners                    zset     API process -> until when it said to be alive
     ended:<sid>               hash     turn id -> record of a turn that did not become history
     keys:<sid>                hash     idempotency key -> msgpack [turn id, body hash, time]

@@ -36,6 +36,7 @@ from sessions.store import (
     ListQuery,
     SessionPage,
     StoreHealth,
+    TenantQuota,
     TenantUsage,
     TurnClaim,
     validate_query,
@@ -375,6 +376,18 @@ class RedisSessionStore:
             self._client.zrangebyscore(self._key("expiry"), "-inf", now_ms, start=0, num=limit)
         )
         return await self._load_many(ids)
+
+    async def get_quota(self, tenant: str) -> TenantQuota | None:
+        value = await self._call(self._client.hget(self._key("quotas"), tenant))
+        return None if value is None else _unpack(value, type=TenantQuota)
+
+    async def set_quota(self, tenant: str, quota: TenantQuota | None) -> None:
+        write = self._new_write()
+        if quota is None:
+            write.add("HDEL", self._key("quotas"), tenant)
+        else:
+            write.add("HSET", self._key("quotas"), tenant, _pack(quota))
+        await self._transact(write)
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         lengths = await self._call(self._client.hvals(self._key("tokens", tenant)))

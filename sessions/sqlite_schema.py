@@ -12,6 +12,7 @@ pending_turns     begun and not ended, at most one a session
 queued_turns      accepted, waiting for the turn before them
 ended_turns       ended without becoming history
 idempotency_keys  key -> turn, with the hash of the body it came with
+tenant_quotas     limits of single tenants; NULL: as configured
 owners            API processes, and until when each said to be alive
 """
 
@@ -70,6 +71,14 @@ MIGRATIONS: Final[Migrations] = (
                 PRIMARY KEY (session_id, turn_id)) WITHOUT ROWID""",
             """CREATE TABLE owners (
                 owner TEXT PRIMARY KEY, until_ms INTEGER NOT NULL) WITHOUT ROWID""",
+        ),
+    ),
+    (
+        "limits of single tenants",
+        (
+            """CREATE TABLE tenant_quotas (
+                tenant TEXT PRIMARY KEY, max_sessions INTEGER, max_tokens INTEGER)
+                WITHOUT ROWID""",
         ),
     ),
 )

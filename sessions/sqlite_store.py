@@ -28,6 +28,7 @@ from sessions.store import (
     ListQuery,
     SessionPage,
     StoreHealth,
+    TenantQuota,
     TenantUsage,
     TurnClaim,
     validate_query,
@@ -282,6 +283,23 @@ class SqliteSessionStore:
             ).fetchall()
         )
         return codec.decode_sessions(rows)
+
+    async def get_quota(self, tenant: str) -> TenantQuota | None:
+        row = await self._db.read(
+            lambda db: db.execute(
+                "SELECT max_sessions, max_tokens FROM tenant_quotas WHERE tenant = ?", (tenant,)
+            ).fetchone()
+        )
+        return None if row is None else TenantQuota(max_sessions=row[0], max_tokens=row[1])
+
+    async def set_quota(self, tenant: str, quota: TenantQuota | None) -> None:
+        def work(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM tenant_quotas WHERE tenant = ?", (tenant,))
+            if quota is not None:
+                row = (tenant, quota.max_sessions, quota.max_tokens)
+                db.execute("INSERT INTO tenant_quotas VALUES (?, ?, ?)", row)
+
+        await self._db.write(work)
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         row = await self._db.read(

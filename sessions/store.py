@@ -76,6 +76,14 @@ class TenantUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TenantQuota:
+    """Limits of one tenant; None: as configured for all, 0: no limit."""
+
+    max_sessions: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreHealth:
     """`ok`: it answers. `warnings` say what keeps it from writing, or from being durable."""
 
@@ -191,6 +199,12 @@ class SessionStore(Protocol):
 
     async def due(self, now_ms: int, limit: int) -> tuple[Session, ...]:
         """Sessions without a running turn whose `expires_at_ms` has come, oldest first."""
+
+    async def get_quota(self, tenant: str) -> TenantQuota | None:
+        """The tenant's own limits; None where it has none."""
+
+    async def set_quota(self, tenant: str, quota: TenantQuota | None) -> None:
+        """Keep a tenant's own limits; None forgets them."""
 
     async def tenant_usage(self, tenant: str) -> TenantUsage:
         """Counts over the tenant's stored sessions."""

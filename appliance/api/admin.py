@@ -10,8 +10,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query
 
-from appliance.api.context import Context, admin_only
+from appliance.api.context import ApiContext, Context, admin_only
+from appliance.api.wire_sessions import QuotaBody
 from appliance.cache_views import MAX_SESSIONS, cost_rows, tenant_rows, tree_view
+from appliance.doctor import examine
+from sessions.quota import effective_quota
+from sessions.store import TenantQuota
 
 router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admin_only)])
 
@@ -57,4 +61,43 @@ async def engine_stats(context: Context) -> Any:
     return {
         "instance_id": hello.instance_id if hello is not None else None,
         "stats": await context.services.client.stats(),
+    }
+
+
+@router.get("/quotas/{tenant}")
+async def get_quota(tenant: str, context: Context) -> Any:
+    """Return a tenant's limits, and what it has used of them."""
+    return await _quota_wire(context, tenant)
+
+
+@router.put("/quotas/{tenant}")
+async def set_quota(tenant: str, body: QuotaBody, context: Context) -> Any:
+    """Give a tenant limits of its own: a number, 0 for none, null for those of all."""
+    own = TenantQuota(max_sessions=body.max_sessions, max_tokens=body.max_tokens)
+    await context.services.set_quota(tenant, None if own == TenantQuota() else own)
+    return await _quota_wire(context, tenant)
+
+
+@router.get("/doctor")
+async def doctor(context: Context) -> Any:
+    """Look the running appliance over: what is wrong, what is odd, what is as it should be."""
+    return await examine(context.services, context.turns, context.watchdog)
+
+
+async def _quota_wire(context: ApiContext, tenant: str) -> dict[str, Any]:
+    services = context.services
+    own = await services.store.get_quota(tenant) or TenantQuota()
+    quota = effective_quota(services.config.sessions, own)
+    usage = await services.store.tenant_usage(tenant)
+    return {
+        "object": "quota",
+        "tenant": tenant,
+        "max_sessions": quota.max_sessions,
+        "max_tokens": quota.max_tokens,
+        "is_own": {
+            "max_sessions": own.max_sessions is not None,
+            "max_tokens": own.max_tokens is not None,
+        },
+        "sessions": usage.num_sessions,
+        "tokens": usage.num_tokens,
     }

@@ -179,3 +179,10 @@ class CompactCreate(StrictBody):
     summary_items: list[Any] | str | None = None
     keep_last_turns: Annotated[int, Field(ge=0, le=INT32_MAX)] = 1
     warm: bool = True
+
+
+class QuotaBody(StrictBody):
+    """PUT /admin/quotas/{tenant}. null: as configured for all; 0: no limit."""
+
+    max_sessions: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**53)] | None = None

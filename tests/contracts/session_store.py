@@ -24,7 +24,7 @@ from sessions.items import parse_items
 from sessions.lease_policy import LeaseBudget, grant_lease
 from sessions.leases import new_lease
 from sessions.session import Session, items_record
-from sessions.store import ListQuery, SessionStore, TurnClaim
+from sessions.store import ListQuery, SessionStore, TenantQuota, TurnClaim
 from sessions.token_codec import decode_ids, encode_ids
 from sessions.turn_log import COMPACTION, PendingTurn
 from tests.fakes.session_turns import NOW_MS, fresh_session, outcome, pending, run_turn
@@ -683,6 +683,19 @@ class SessionStoreContract:
         harness.run(harness.store.delete(other.id))
         assert harness.run(harness.store.tenant_usage("default")).num_sessions == 1
         assert harness.run(harness.store.tenant_usage("nobody")).num_sessions == 0
+
+    def test_a_tenant_s_limits_are_kept_until_they_are_forgotten(
+        self, harness: StoreHarness
+    ) -> None:
+        store = harness.store
+        assert harness.run(store.get_quota("red")) is None
+        quota = TenantQuota(max_sessions=5)
+        harness.run(store.set_quota("red", TenantQuota(max_tokens=1)))
+        harness.run(store.set_quota("red", quota))
+        assert harness.run(harness.another().get_quota("red")) == quota
+        assert harness.run(store.get_quota("blue")) is None
+        harness.run(store.set_quota("red", None))
+        assert harness.run(store.get_quota("red")) is None
 
     def test_health_answers_and_a_closed_store_says_so(self, harness: StoreHarness) -> None:
         assert harness.run(harness.store.health()).ok is True

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`moorage quota` and `moorage doctor`: limits of tenants, and what is wrong with the appliance.
+
+Does not know: how the answers come about.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from appliance.cli_options import Settings, fail, with_settings
+from appliance.cli_sessions import ask, json_option, print_json, print_table
+
+LIMITS = ("sessions", "tokens")
+
+
+@click.group()
+def quota() -> None:
+    """Look at the limits of tenants, and set them."""
+
+
+@quota.command("get")
+@click.argument("tenant")
+@json_option
+@with_settings
+def quota_get(settings: Settings, tenant: str, as_json: bool) -> None:
+    """Show a tenant's limits and what it has used."""
+    _show(ask(settings, "GET", _path(tenant)), as_json)
+
+
+@quota.command("set")
+@click.argument("tenant")
+@click.option("--sessions", help="Most sessions; 0: no limit, default: as configured for all.")
+@click.option("--tokens", help="Most tokens of history; 0: no limit, default: as configured.")
+@json_option
+@with_settings
+def quota_set(
+    settings: Settings, tenant: str, sessions: str | None, tokens: str | None, as_json: bool
+) -> None:
+    """Set limits of a tenant; one that is not named stays as it is."""
+    if sessions is None and tokens is None:
+        fail("quota set: give --sessions or --tokens")
+    now = ask(settings, "GET", _path(tenant))
+    body = {f"max_{name}": now[f"max_{name}"] if now["is_own"][f"max_{name}"] else None
+            for name in LIMITS}  # fmt: skip
+    for name, text in (("sessions", sessions), ("tokens", tokens)):
+        if text is not None:
+            body[f"max_{name}"] = _limit(name, text)
+    _show(ask(settings, "PUT", _path(tenant), body=body), as_json)
+
+
+@click.command()
+@json_option
+@with_settings
+def doctor(settings: Settings, as_json: bool) -> None:
+    """Look the running appliance over; exit 1 if something has failed."""
+    report = ask(settings, "GET", "/admin/doctor")
+    if as_json:
+        print_json(report)
+    else:
+        for found in report["findings"]:
+            hint = f" ({found['hint']})" if found.get("hint") else ""
+            click.echo(f"{found['level']:8} {found['part']}: {found['text']}{hint}")
+    raise SystemExit(1 if report["status"] == "failed" else 0)
+
+
+def _path(tenant: str) -> str:
+    return f"/admin/quotas/{quote(tenant, safe='')}"
+
+
+def _limit(name: str, text: str) -> int | None:
+    if text == "default":
+        return None
+    if not text.isdigit():
+        fail(f"--{name}: expected a number or `default`, got {text!r}")
+    return int(text)
+
+
+def _show(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        return print_json(answer)
+    rows = [
+        [
+            name,
+            answer[name],
+            answer[f"max_{name}"] or "no limit",
+            "its own" if answer["is_own"][f"max_{name}"] else "as configured",
+        ]
+        for name in LIMITS
+    ]
+    print_table([answer["tenant"], "used", "limit", "set by"], rows)
