@@ -23,15 +23,14 @@ class AdminError(Exception):
 
 
 class AdminClient:
-    """One connection to an appliance, found by its run directory."""
+    """An appliance that runs, found by its run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         state = read_state(run_dir)
         if state is None:
             raise AdminError(f"no appliance runs in {run_dir} (start one: moorage serve)")
         self.url = str(state["url"])
-        headers = {"Authorization": f"Bearer {read_admin_key(run_dir)}"}
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S)
+        self._headers = {"Authorization": f"Bearer {read_admin_key(run_dir)}"}
 
     def call(
         self,
@@ -44,7 +43,8 @@ class AdminClient:
         """Return the JSON of a request. Raises: AdminError."""
         given = {key: value for key, value in (params or {}).items() if value is not None}
         try:
-            reply = self._client.request(method, path, params=given, json=body)
+            with self._connect() as client:
+                reply = client.request(method, path, params=given, json=body)
         except httpx.HTTPError as error:
             raise AdminError(f"{self.url}: {error}") from error
         if not reply.is_success:  # a redirect too: some argument made another path of ours
@@ -54,7 +54,7 @@ class AdminClient:
     def events(self, path: str) -> Iterator[dict[str, Any]]:
         """Yield the JSON of every event of a stream, until it ends. Raises: AdminError."""
         try:
-            with self._client.stream("GET", path, timeout=None) as reply:
+            with self._connect() as client, client.stream("GET", path, timeout=None) as reply:
                 if not reply.is_success:
                     reply.read()
                     raise AdminError(_error_line(reply))
@@ -63,6 +63,9 @@ class AdminClient:
                         yield json.loads(line[len("data: ") :])
         except httpx.HTTPError as error:
             raise AdminError(f"{self.url}: {error}") from error
+
+    def _connect(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=self._headers, timeout=TIMEOUT_S)
 
 
 def _error_line(reply: httpx.Response) -> str:

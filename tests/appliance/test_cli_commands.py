@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The admin commands against a running app: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from appliance.cli import main
+from appliance.supervisor import ADMIN_KEY_FILE, STATE_FILE
+from tests.fakes.appliance import Json, RunningApp, says
+
+TEXT = "a question long enough to fill a page or two of the cache " * 8
+
+
+def run(app: RunningApp, *arguments: str) -> Result:
+    server = app.config.server
+    state = {"url": str(app.http.base_url), "pids": {"supervisor": os.getpid()}}
+    (server.run_dir / STATE_FILE).write_text(json.dumps(state))
+    (server.run_dir / ADMIN_KEY_FILE).write_text("key")
+    options = ["--set", f"server.run_dir={server.run_dir}"]
+    return CliRunner().invoke(main, [*arguments, *options])
+
+
+def out(app: RunningApp, *arguments: str) -> str:
+    result = run(app, *arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def as_json(app: RunningApp, *arguments: str) -> Json:
+    return dict(json.loads(out(app, *arguments, "--json")))
+
+
+def test_suspend_and_resume(app: RunningApp) -> None:
+    session_id = app.session()
+    app.turn(session_id, TEXT)
+    assert "tokens kept in l3" in out(app, "sessions", "suspend", session_id)
+    assert as_json(app, "sessions", "show", session_id)["session"]["status"] == "suspended"
+    assert "tokens restored" in out(app, "sessions", "resume", session_id)
+    assert as_json(app, "sessions", "resume", session_id)["status"] == "idle"
+
+
+def test_a_turn_is_named_by_number_from_either_end_or_by_id(app: RunningApp) -> None:
+    session_id = app.session()
+    ids = [app.turn(session_id, text)["id"] for text in ("a", "b", "c")]
+
+    def explained(which: str) -> str:
+        return str(as_json(app, "sessions", "explain", session_id, "--turn", which)["turn"])
+
+    assert [explained(w) for w in ("1", "3", "-1", "-3", "last", ids[1])] == [
+        ids[0], ids[2], ids[2], ids[0], ids[2], ids[1]
+    ]  # fmt: skip
+    for which, said in (
+        ("4", "the session has 3 turns, numbered from 1"),
+        ("-4", "the session has 3 turns"),
+        ("0", "numbered from 1"),
+        ("turn_x", "no turn in the session's history"),
+    ):
+        result = run(app, "sessions", "explain", session_id, "--turn", which)
+        assert result.exit_code == 1 and said in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_quotas_are_shown_set_and_count(app: RunningApp) -> None:
+    session_id = app.session(initial_items="some text to count")
+    assert as_json(app, "quota", "get", "default")["max_sessions"] == 0
+    shown = out(app, "quota", "set", "default", "--sessions", "100000", "--tokens", "1")
+    assert "100000" in shown and "its own" in shown
+    refused = app.post(f"/v1/sessions/{session_id}/turns", {"input": "x"})
+    assert app.error(refused)[:2] == (429, "kv_quota_exceeded")
+    again = as_json(app, "quota", "set", "default", "--tokens", "default")
+    assert (again["max_sessions"], again["max_tokens"]) == (100000, 0)
+    assert app.turn(session_id, "x")["status"] == "completed"
+    as_json(app, "quota", "set", "default", "--sessions", "default")
+    for arguments in (("--sessions", "many"), ()):
+        result = run(app, "quota", "set", "default", *arguments)
+        assert result.exit_code == 1 and result.stderr.startswith("moorage: ")
+
+
+def test_the_doctor_looks_at_every_part_and_finds_what_is_wrong(tmp_path: Path) -> None:
+    with RunningApp(tmp_path, says("Hello there.")) as app:
+        report = as_json(app, "doctor")
+        assert report["status"] == "ok", report
+        parts = {finding["part"] for finding in report["findings"]}
+        assert {"store", "engine", "cache", "turns", "tier l1", "chat template"} <= parts
+        assert "is found again" in out(app, "doctor")
+        app.engine.tier_states["l3"] = "down"
+        assert as_json(app, "doctor")["status"] == "warning"
+        app.engine.stop()
+        deadline = time.monotonic() + 10
+        while (result := run(app, "doctor")).exit_code == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert result.exit_code == 1 and "not answer" in result.stdout
+
+
+def test_top_is_by_byte_seconds_and_the_tree_can_be_narrowed(app: RunningApp) -> None:
+    session_id = app.session()
+    app.turn(session_id, TEXT)
+    rows = as_json(app, "cache", "top")["data"]
+    assert session_id in [row["session_id"] for row in rows]
+    assert "l1 MB s" in out(app, "cache", "top")
+    assert "default" in out(app, "cache", "top", "--by", "tenant")
+    for narrowed in (("--depth", "1"), ("--session", session_id), ("--tenant", "default")):
+        assert as_json(app, "cache", "tree", *narrowed)["object"] == "cache.tree"
+    result = run(app, "cache", "tree", "--session", "sess_x")
+    assert result.exit_code == 1 and "session_not_found" in result.stderr
+
+
+def test_tail_follows_a_session_to_its_end(app: RunningApp) -> None:
+    session_id = app.session()
+
+    def live() -> None:
+        time.sleep(0.3)
+        app.turn(session_id, "x")
+        app.http.delete(f"/v1/sessions/{session_id}")
+
+    living = threading.Thread(target=live)
+    living.start()
+    lines = out(app, "sessions", "tail", session_id, "--json").splitlines()
+    living.join()
+    kinds = [json.loads(line)["type"] for line in lines]
+    assert kinds[0] == "session.state" and kinds[-1] == "session.closed"
+    assert "session.turn_started" in kinds and "session.turn_ended" in kinds
+
+
+@pytest.mark.parametrize("verb", ["suspend", "resume", "tail"])
+def test_a_session_that_is_not_there_ends_a_command_with_one_line(
+    app: RunningApp, verb: str
+) -> None:
+    result = run(app, "sessions", verb, "sess_x")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("moorage: session_not_found")
+    assert result.stderr.count("\n") == 1
