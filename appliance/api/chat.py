@@ -68,7 +68,8 @@ async def _prepare(context: ApiContext, body: ChatRequest, tenant: str, name: st
         body.tool_choice, toolset, body.parallel_tool_calls, body.min_tool_calls, dialect="chat"
     )
     response_format = parse_response_format(body.response_format)
-    conversation = render_conversation(services, chat_messages(body.messages), toolset, tenant)
+    messages = chat_messages(body.messages)
+    conversation = await render_conversation(services, messages, toolset, tenant)
     num_logprobs = -1
     if body.logprobs:
         num_logprobs = body.top_logprobs or 0

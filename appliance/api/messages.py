@@ -80,24 +80,24 @@ async def count_tokens(body: CountTokensRequest, context: Context, caller: Calle
     """Return how many tokens the prompt of such a request has."""
     log_unknown_once(body)
     context.services.check_model(body.model)
-    conversation, _ = _rendered(context.services, body, caller or DEFAULT_TENANT)
+    conversation, _ = await _rendered(context.services, body, caller or DEFAULT_TENANT)
     return {"input_tokens": count(conversation.prompt)}
 
 
-def _rendered(
+async def _rendered(
     services: Services, body: MessagesRequest | CountTokensRequest, tenant: str
 ) -> tuple[Conversation, ToolSet]:
     toolset = services.toolset(body.tools or [], skip_unknown=True)
     for kind in toolset.skipped:
         log_ignored_once("tool of type", kind)
     chat = chat_messages_of(body.system, body.messages)
-    return render_conversation(services, chat, toolset, tenant), toolset
+    return await render_conversation(services, chat, toolset, tenant), toolset
 
 
 async def _prepare(context: ApiContext, body: MessagesRequest, tenant: str, name: str) -> _Answer:
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services
-    conversation, toolset = _rendered(services, body, tenant)
+    conversation, toolset = await _rendered(services, body, tenant)
     if body.messages[-1]["role"] == "assistant":
         where = f"messages[{len(body.messages) - 1}].role"
         message = f"{where}: the start of an answer cannot be given; the last is a user's message"

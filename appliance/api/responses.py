@@ -104,7 +104,7 @@ async def _prepare(
     ask = Ask(
         request_id=f"resp_{secrets.token_hex(16)}",
         tenant=tenant,
-        conversation=render_conversation(
+        conversation=await render_conversation(
             services, [*head, *messages], toolset, tenant, param="input"
         ),
         toolset=toolset,

@@ -18,7 +18,7 @@ from appliance.grammars import GrammarQuestion, constrained, spec_of
 from appliance.implicit_sessions import Asked
 from appliance.recall import Recalled, chain_keys, next_key, root_key
 from appliance.services import Services
-from appliance.text_limits import check_can_fit, num_chars
+from appliance.text_limits import check_can_fit, num_chars, off_loop
 from engine.text.errors import TemplateRenderError
 from sessions.token_codec import count
 from tools_schema.response_format import ResponseFormat
@@ -114,7 +114,7 @@ def grammar_fallbacks(plan: GrammarPlan) -> dict[str, Any]:
     return {"x_grammar_fallback": found}
 
 
-def render_conversation(
+async def render_conversation(
     services: Services,
     messages: Sequence[ChatMessage],
     toolset: ToolSet,
@@ -125,22 +125,35 @@ def render_conversation(
     """Render a conversation; answers of this server in it keep the ids they were sampled as.
 
     Neighbouring system messages become one. A template that refuses one in mid-list gets it as a
-    user's message: an agent's reminder is better read there than not at all.
+    user's message: an agent's reminder is better read there than not at all. Long text is read
+    beside the event loop.
     Raises: TemplateRenderError where the template refuses the rest as well; ApiError naming
         `param` where so much text can never fit.
     """
     chars, room = num_chars([dict(message) for message in messages]), services.max_context_len
     check_can_fit(chars, room, services.assets.tokenizer.max_token_bytes, param)
     merged = _merged(messages, SYSTEM_ROLES)
-    keys = chain_keys(root_key(tenant, toolset.content_hash), merged)
+    root = root_key(tenant, toolset.content_hash)
+    keys = await off_loop(chars, lambda: chain_keys(root, merged))
     is_head = merged[0]["role"] in SYSTEM_ROLES and len(keys) > 1
-    num_known, recalled, prompt = _continued(services, merged, keys)
+    found = services.recall.longest(keys[:-1])
+    prompt = b""
+    if found is not None:
+        num_known, recalled = found
+        new_chars = num_chars([dict(message) for message in merged[num_known:]])
+        prompt = await off_loop(
+            new_chars, lambda: _continued(services, merged, num_known, recalled)
+        )
+    if not prompt:
+        found = None
+        tool_chars = num_chars([tool.as_chat() for tool in toolset])
+        prompt = await off_loop(chars + tool_chars, lambda: _rendered(services, merged, toolset))
     return Conversation(
-        prompt=prompt or _rendered(services, merged, toolset),
+        prompt=prompt,
         keys=tuple(keys),
         opening=keys[1] if is_head else keys[0],
-        num_recalled=num_known,
-        recalled_tokens=recalled,
+        num_recalled=found[0] if found is not None else 0,
+        recalled_tokens=count(found[1].token_ids) if found is not None else 0,
     )
 
 
@@ -154,23 +167,16 @@ def _rendered(services: Services, messages: list[ChatMessage], toolset: ToolSet)
 
 
 def _continued(
-    services: Services, messages: Sequence[ChatMessage], keys: Sequence[bytes]
-) -> tuple[int, int, bytes]:
-    """The ids of the longest history that was answered here, and the rest rendered; or b"".
-
-    Before them: how many messages and tokens that history has.
-    """
-    found = services.recall.longest(keys[:-1])
-    if found is None:
-        return 0, 0, b""
-    num_known, recalled = found
+    services: Services, messages: Sequence[ChatMessage], num_known: int, recalled: Recalled
+) -> bytes:
+    """The ids of a history that was answered here, and the rest rendered; b"" if refused."""
     history, new = messages[:num_known], messages[num_known:]
     as_users = [{**m, "role": "user"} if m["role"] in SYSTEM_ROLES else m for m in new]
     for tail in (new, _merged(as_users, ("user",))):
         with contextlib.suppress(TemplateRenderError):
             rest = services.renderer.append_chat(history, tail, recalled.is_closed)
-            return num_known, count(recalled.token_ids), recalled.token_ids + rest
-    return 0, 0, b""
+            return recalled.token_ids + rest
+    return b""
 
 
 def _note_request(services: Services, ask: Ask) -> Asked:
