@@ -53,14 +53,27 @@ def check_listening(address: str) -> None:
         raise OSError(f"nobody listens on {address}: {error}") from None
 
 
-def count_undumped(metrics: str) -> int:
-    """How many objects have no copy on disk yet; raises OSError where the master says nothing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeUsage:
+    """What the master counts, over all engines."""
+
+    num_objects: int = 0
+    num_on_disk: int = 0
+    used_bytes: int = 0
+    """Of memory, and of the disk tier."""
+
+
+def read_usage(metrics: str) -> MooncakeUsage:
+    """Ask the master at this HTTP address; raises OSError where it does not say."""
     with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=METRICS_TIMEOUT_S) as answer:
         text = answer.read().decode("utf-8", "replace")
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
     try:
-        num_keys = int(float(values["master_key_count"]))
-        num_on_disk = int(float(values["file_cache_nums_"]))
+        return MooncakeUsage(
+            num_objects=int(float(values["master_key_count"])),
+            num_on_disk=int(float(values.get("file_cache_nums_", "0"))),
+            used_bytes=int(float(values["master_allocated_bytes"]))
+            + int(float(values.get("master_allocated_file_size_bytes", "0"))),
+        )
     except (KeyError, ValueError):
-        raise OSError(f"{metrics} does not count objects on disk") from None
-    return max(0, num_keys - num_on_disk)
+        raise OSError(f"{metrics} does not say what it holds") from None

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvtiers.deadlines import CallNotDoneError
 from kvtiers.mooncake_client import MooncakeClient
-from kvtiers.mooncake_endpoints import MooncakeEndpoints, count_undumped, read_endpoints
+from kvtiers.mooncake_endpoints import MooncakeEndpoints, MooncakeUsage, read_endpoints, read_usage
 from kvtiers.objects import is_sealed_for, verify
 from kvtiers.store import (
     StoreState,
@@ -42,6 +42,7 @@ OTHER_LENGTH = -600
 WORKING_CODES = frozenset((-200, -703, NOT_FOUND, -705, -706, -707))
 RETRY_S = 1.0
 FLUSH_POLL_S = 0.2
+COUNT_AGAIN_S = 10.0
 
 T = TypeVar("T")
 
@@ -90,6 +91,8 @@ class MooncakeStore:
         self._counters = new_counters("connects")
         self._believed: OrderedDict[str, int] = OrderedDict()
         self._believed_bytes = 0
+        self._others = MooncakeUsage()
+        self._count_again_s = 0.0
         self._client: MooncakeClient | None = None
         self._endpoints = MooncakeEndpoints(owner="")
         self._is_closed = False
@@ -99,6 +102,7 @@ class MooncakeStore:
 
     def probe(self, keys: Sequence[str]) -> int:
         client = self._connect()
+        self._look_at_usage()
         unique = list(dict.fromkeys(keys))
         if client is None or not unique:
             return 0
@@ -154,7 +158,8 @@ class MooncakeStore:
         until_s = time.monotonic() + timeout_s
         while self._endpoints.has_disk:
             try:
-                if count_undumped(self._endpoints.metrics) == 0:
+                usage = read_usage(self._endpoints.metrics)
+                if usage.num_on_disk >= usage.num_objects:
                     return True
             except OSError:
                 return False
@@ -164,16 +169,16 @@ class MooncakeStore:
         return True
 
     def status(self) -> StoreStatus:
-        """Objects and bytes are what this process put and did not find gone: the library cannot
-        be asked through a proxy."""
+        """Objects and bytes: what the master counted last, and what was put since and is not
+        known to be gone. A master of others is not asked: then it is the second alone."""
         is_up = self._client is not None and not self._reason
         return StoreStatus(
             kind=self.kind,
             state=StoreState.UP if is_up else StoreState.DOWN,
             reason=self._reason,
-            used_bytes=self._believed_bytes,
+            used_bytes=self._others.used_bytes + self._believed_bytes,
             capacity_bytes=self._endpoints.capacity_bytes,
-            num_objects=len(self._believed),
+            num_objects=self._others.num_objects + len(self._believed),
             counters=dict(self._counters),
         )
 
@@ -198,6 +203,7 @@ class MooncakeStore:
                         self._endpoints.owner, self._object_bytes, num_slots
                     )
                     self._reason = ""
+                    self._count_again_s = -1e9
                     self._count(connects=1)
                 except OSError as error:
                     self._retry_at_s = self._now_s() + RETRY_S
@@ -305,6 +311,24 @@ class MooncakeStore:
         return False
 
     # What is believed to be there
+
+    def _look_at_usage(self) -> None:
+        """Now and then, on the thread of a call: `status` itself must not wait."""
+        if self._client is None or not self._endpoints.metrics:
+            return
+        with self._counting:
+            if self._now_s() < self._count_again_s:
+                return
+            self._count_again_s = self._now_s() + COUNT_AGAIN_S
+        try:
+            usage = read_usage(self._endpoints.metrics)
+        except OSError:
+            return
+        with self._counting:
+            self._others = MooncakeUsage(
+                num_objects=max(0, usage.num_objects - len(self._believed)),
+                used_bytes=max(0, usage.used_bytes - self._believed_bytes),
+            )
 
     def _believe(self, keys: Sequence[str], views: dict[str, memoryview]) -> None:
         with self._counting:
