@@ -3,12 +3,15 @@
 
     python -m benchmarks.gpu.engine [--weights nvfp4] [--api completions|session] [--out FILE]
                                     [--cases 1x65536x4,8x32768x5,16x65536x4] [--url URL]
+                                    [--gap S] [--arrival S] [--set engine.kv_pool_tokens=N ...]
 
-Sessions start together. A context is 4,000 tokens shared by all, then tokens of its own; every turn
-adds `--new` tokens and asks for `--output`, greedy, without a gap. `completions` resends the whole
-history as token ids, `session` sends the new items alone (text of one byte a token). One JSON line
-a case: tokens a second of each user (1 / time per output token, per turn), output tokens a second
-of all, and times to the first token, cold and of later turns.
+Sessions start together, or `--arrival` seconds apart. A context is 4,000 tokens shared by all, then
+tokens of its own; every turn adds `--new` tokens and asks for `--output`, greedy, `--gap` seconds
+after the last. `completions` resends the whole history as token ids, `session` sends the new items
+alone (text of one byte a token). One JSON line a case: tokens a second of each user (1 / time per
+output token, per turn), output tokens a second of all, times to the first token, cold and of later
+turns, and the share of later turns that computed nothing but their new tokens (and at most the
+page that the history ended in).
 """
 
 from __future__ import annotations
@@ -37,9 +40,10 @@ SHARED_TOKENS = 4000
 WORD_IDS = range(1000, 100_000)
 LETTERS = "abcdefghijklmnopqrstuvwxyz    "
 START_TIMEOUT_S = 540.0
+PAGE_TOKENS = 64
 # Floors of a decode step on one H200: bytes of weights and KV over 4.54 TB/s, V2-Lite shape.
 WEIGHT_BYTES = {"bf16": 4.8e9, "fp8": 2.5e9, "nvfp4": 1.35e9, "mxfp4": 1.28e9, "mxint4": 1.28e9}
-KV_BYTES_A_TOKEN = 27 * 576 * 2
+KV_BYTES_A_TOKEN = {"bf16": 27 * 576 * 2, "fp8": 27 * 656}
 HBM_BYTES_A_S = 4.54e12
 
 
@@ -53,6 +57,8 @@ class Load:
     new: int
     output: int
     api: str
+    gap_s: float = 0.0
+    arrival_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +66,8 @@ class Turn:
     """What the client saw of one turn."""
 
     ttft_s: float
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     tokens_s: float  # 1 / time per output token
     num_tokens: int
 
@@ -74,9 +82,11 @@ class User:
     ids: list[int] = field(default_factory=list)
     session_id: str = ""
     turns: list[Turn] = field(default_factory=list)
+    usage: tuple[int, int] = (0, 0)  # of the last turn: prompt tokens, those of them cached
 
     async def run(self) -> None:
         """All turns, one after the other."""
+        await asyncio.sleep(self.number * self.load.arrival_s)
         shared, own = random.Random(0), random.Random(f"user {self.number}")
         first = self.load.context - SHARED_TOKENS
         if self.load.api == "session":
@@ -88,6 +98,8 @@ class User:
         self.ids = shared.choices(WORD_IDS, k=SHARED_TOKENS)
         for index in range(self.load.turns):
             num_new = first if index == 0 else self.load.new
+            if index:
+                await asyncio.sleep(self.load.gap_s)
             self.turns.append(await self._turn(own, num_new))
 
     async def _turn(self, own: random.Random, num_new: int) -> Turn:
@@ -106,7 +118,11 @@ class User:
             raise SystemExit(f"wanted {self.load.output} tokens, got {num_tokens}")
         spread = max(times[-1] - times[0], 1e-9)
         return Turn(
-            ttft_s=times[0] - start, tokens_s=(num_tokens - 1) / spread, num_tokens=num_tokens
+            ttft_s=times[0] - start,
+            tokens_s=(num_tokens - 1) / spread,
+            num_tokens=num_tokens,
+            prompt_tokens=self.usage[0],
+            cached_tokens=self.usage[1],
         )
 
     async def _completion_tokens(self, own: random.Random, num_new: int) -> AsyncIterator[int]:
@@ -118,11 +134,15 @@ class User:
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
+            "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
         async for event in self._events("/v1/completions", body):
             if event.get("error"):
                 raise SystemExit(f"the stream failed: {event['error']}")
+            if usage := event.get("usage"):
+                details = usage.get("prompt_tokens_details") or {}
+                self.usage = (usage["prompt_tokens"], details.get("cached_tokens", 0))
             for choice in event.get("choices", []):
                 ids = choice.get("token_ids") or []
                 self.ids += ids
@@ -147,6 +167,9 @@ class User:
                 seen += 1
                 yield 1
             elif kind in ("turn.completed", "turn.incomplete"):
+                usage = event["usage"]
+                cached = usage.get("input_tokens_details", {}).get("cached_tokens", 0)
+                self.usage = (usage["input_tokens"], cached)
                 # Several tokens may come as one piece of text; the usage counts them all.
                 yield event["usage"]["output_tokens"] - seen
 
@@ -206,20 +229,23 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(url: str, load: Load, weights: str) -> dict[str, Any]:
+def measure(url: str, load: Load, weights: str, kv: str) -> dict[str, Any]:
     """Drive one case; its line."""
     start = time.perf_counter()
     users = asyncio.run(drive(url, load))
     wall_s = time.perf_counter() - start
     turns = [turn for user in users for turn in user.turns]
-    later = [turn.ttft_s for user in users for turn in user.turns[1:]]
+    later_turns = [turn for user in users for turn in user.turns[1:]]
+    later = [turn.ttft_s for turn in later_turns]
+    computed = [turn.prompt_tokens - turn.cached_tokens - load.new for turn in later_turns]
     rates = [turn.tokens_s for turn in turns]
-    kv_bytes = load.sessions * load.context * KV_BYTES_A_TOKEN
+    kv_bytes = load.sessions * load.context * KV_BYTES_A_TOKEN[kv]
     floor_s = (WEIGHT_BYTES[weights] + kv_bytes) / HBM_BYTES_A_S
     return {
         "case": f"{load.sessions} x {load.context}",
         "api": load.api,
         "weights": weights,
+        "kv": kv,
         "turns": load.turns,
         "tps_user_p50": round(statistics.median(rates), 1),
         "tps_user_p10": round(quantile(rates, 0.1), 1),
@@ -228,6 +254,7 @@ def measure(url: str, load: Load, weights: str) -> dict[str, Any]:
         "ttft_cold_p50_s": round(statistics.median(u.turns[0].ttft_s for u in users), 3),
         "ttft_later_p50_ms": round(statistics.median(later) * 1e3, 1),
         "ttft_later_p99_ms": round(quantile(later, 0.99) * 1e3, 1),
+        "later_all_cached": round(sum(n <= PAGE_TOKENS for n in computed) / len(computed), 3),
     }
 
 
@@ -259,6 +286,8 @@ def loads_of(args: argparse.Namespace) -> list[Load]:
                 new=args.new,
                 output=args.output,
                 api=args.api,
+                gap_s=args.gap,
+                arrival_s=args.arrival,
             )
         )
     return loads
@@ -268,10 +297,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", default="v2-lite", choices=sorted(SHAPES))
     parser.add_argument("--weights", default="nvfp4", choices=sorted(WEIGHT_BYTES))
+    parser.add_argument("--kv", default="bf16", choices=sorted(KV_BYTES_A_TOKEN))
     parser.add_argument("--api", default="completions", choices=("completions", "session"))
     parser.add_argument("--cases", default="1x65536x4,8x32768x5,16x65536x4")
     parser.add_argument("--new", type=int, default=800)
     parser.add_argument("--output", type=int, default=200)
+    parser.add_argument("--gap", type=float, default=0.0, help="seconds between turns")
+    parser.add_argument("--arrival", type=float, default=0.0, help="seconds between sessions")
     parser.add_argument("--url", default="", help="a server that is running already")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="its settings")
     parser.add_argument("--out", type=pathlib.Path)
@@ -294,14 +326,14 @@ def main() -> None:
                 "engine.model": str(model),
                 "engine.load_format": "dummy",
                 "engine.max_slots": max(load.sessions for load in loads),
-                "engine.token_budget": 4096,
+                "engine.kv_dtype": args.kv,
             }
             flags = [f"{key}={value}" for key, value in settings.items()]
             server = Server(folder, [*flags, *args.settings])
             url = server.wait_ready()
         try:
             for load in loads:
-                lines.append(measure(url, load, args.weights))
+                lines.append(measure(url, load, args.weights, args.kv))
                 print(json.dumps(lines[-1]), flush=True)
         finally:
             if server is not None:
