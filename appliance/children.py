@@ -90,6 +90,8 @@ class MooncakeChildren:
 
     settings: MooncakeSettings
     run_dir: Path
+    programs: Path = Path(sys.executable).parent
+    """Where `mooncake_master` and `mooncake_client` are: the wheel puts them beside Python."""
     now_s: Callable[[], float] = time.monotonic
     _master: _Process = field(default_factory=lambda: _Process("mooncake_master"))
     _owner: _Process = field(default_factory=lambda: _Process("mooncake_client"))
@@ -109,9 +111,13 @@ class MooncakeChildren:
         self._owner.start_at_s = now_s
         self.watch()
 
-    def watch(self) -> None:
-        """Notice deaths and start what is due; called every fraction of a second."""
+    def watch(self) -> bool:
+        """Notice deaths and start what is due; called every fraction of a second.
+
+        Returns whether other processes run now than before.
+        """
         now_s = self.now_s()
+        before = self.pids
         if self._has_died(self._owner, now_s):
             self._restart_owner(now_s)
         if self._has_died(self._master, now_s):
@@ -121,6 +127,7 @@ class MooncakeChildren:
         # An owner that finds no master ends at once: it waits for the master to listen.
         if self._is_due(self._owner, now_s) and self._has_master(now_s):
             self._launch(self._owner, self._owner_command(), self._owner_env(), now_s)
+        return self.pids != before
 
     def stop(self) -> None:
         """End both, the owner first, and take back where they were."""
@@ -194,6 +201,7 @@ class MooncakeChildren:
             if child.deaths_in_row == 0:
                 logger.warning("%s cannot be started: %s", child.name, error.strerror)
             child.start_at_s = now_s + child.note_death(now_s)
+            child.started_s = now_s
             return
         child.starts += 1
         child.started_s, child.start_at_s = now_s, None
@@ -222,7 +230,7 @@ class MooncakeChildren:
 
     def _master_command(self) -> list[str]:
         command = [
-            _program("mooncake_master"),
+            str(self.programs / "mooncake_master"),
             f"--rpc_address={LOOPBACK}",
             f"--rpc_port={self._ports['master']}",
             f"--metrics_host={LOOPBACK}",
@@ -240,7 +248,7 @@ class MooncakeChildren:
     def _owner_command(self) -> list[str]:
         settings = self.settings
         command = [
-            _program("mooncake_client"),
+            str(self.programs / "mooncake_client"),
             f"--host={self._host}",
             f"--port={self._ports['owner']}",
             f"--master_server_address={self.master_address}",
@@ -286,11 +294,6 @@ def local_address_towards(address: str) -> str:
         except (OSError, ValueError):
             return LOOPBACK
         return str(probe.getsockname()[0])
-
-
-def _program(name: str) -> str:
-    """The wheel installs its programs beside this interpreter."""
-    return str(Path(sys.executable).with_name(name))
 
 
 def _listens(address: str) -> bool:

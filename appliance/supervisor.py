@@ -203,8 +203,8 @@ class Supervisor:
             for child in self._children:
                 if not self._keep_up(child):
                     return 1
-            if self._mooncake is not None:
-                self._mooncake.watch()
+            if self._mooncake is not None and self._mooncake.watch():
+                self._write_state()
             if not self._ready and self._answers_ready():
                 self._ready = True
                 took_s = time.monotonic() - self._started_s
@@ -258,7 +258,7 @@ class Supervisor:
             connection.close()
 
     def _write_state(self) -> None:
-        mooncake = self._mooncake.pids if self._mooncake is not None else {}
+        mooncake = self._mooncake
         state = {
             "url": self.url,
             "port": self.port,
@@ -266,9 +266,12 @@ class Supervisor:
             "pids": {
                 "supervisor": os.getpid(),
                 **{c.name: c.pid for c in self._children},
-                **mooncake,
+                **(mooncake.pids if mooncake is not None else {}),
             },
-            "restarts": {child.name: child.restarts for child in self._children},
+            "restarts": {
+                **{child.name: child.restarts for child in self._children},
+                **(mooncake.restarts if mooncake is not None else {}),
+            },
         }
         path = self.config.server.run_dir / STATE_FILE
         temporary = path.with_suffix(".new")
