@@ -311,7 +311,9 @@ class StreamParser:
             body = self._format.body
             # Tagged parameters end with their call's end marker, JSON in front of it.
             is_tagged = isinstance(body, HeaderBody) and body.params is not None
-            self._note_whole(self._closers if is_tagged else self._format.call_end + self._closers)
+            self._note_whole(
+                self._closers if is_tagged else self._format.call_end.rstrip() + self._closers
+            )
         self._emit(event)
 
     def _read_lone_call(self, rest_of_begin: str) -> Wait[None]:
@@ -321,7 +323,7 @@ class StreamParser:
 
     def _read_section(self) -> Wait[None]:
         fmt = self._format
-        self._closers = fmt.section_end
+        self._closers = fmt.call_end[len(fmt.call_end.rstrip()) :] + fmt.section_end
         while not (yield from self._source.match_loosely(fmt.section_end)):
             if self._source.was_cut:
                 self._source.skip_rest()

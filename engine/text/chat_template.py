@@ -61,10 +61,30 @@ class ChatTemplate:
         self.supports_tools = self._probe_tools()
         self.ends = self._probe_ends(eos_ids)
 
+    def answer_opening(self) -> list[int]:
+        """Ids between the request for an answer and its text, once a user has spoken behind it.
+
+        Empty for most: some families write which channel a text is on.
+        """
+        user = {"role": "user", "content": USER_MARK}
+        spoken = {"role": "assistant", "content": ASSISTANT_MARK}
+        try:
+            asked = self._render_text(messages=[user], tools=None, add_generation_prompt=True)
+            text = self._render_text(
+                messages=[user, spoken, user], tools=None, add_generation_prompt=True
+            )
+        except TemplateRenderError:
+            return []
+        before, found, _ = text.partition(ASSISTANT_MARK)
+        opening = before.removeprefix(asked)
+        if not found or opening == before:
+            return []
+        return self._tokenizer.encode_with_control(opening)
+
     @property
     def end_token_id(self) -> int | None:
         """What an answer ends with in a history."""
-        return self.ends.in_history
+        return self.ends.middle
 
     def render(
         self,
@@ -270,11 +290,30 @@ class ChatTemplate:
         last = self._first_behind([user, spoken], control)
         if last is None:
             return TurnEnds()
-        middle = self._first_behind([user, spoken, user], control)
+        middle = self._middle_end([user, spoken, user], last)
         result = {"role": "tool", "content": "q", "name": "f", "tool_call_id": CALL_ID}
         called = [user, placeholder_call([result], ASSISTANT_MARK), result]
         ends = frozenset(i for i in (last, middle, *eos_ids) if i is not None)
         return TurnEnds(last=last, middle=middle, call=self._first_behind(called, ends))
+
+    def _middle_end(self, messages: list[Message], last: int) -> int | None:
+        """What ends an answer that is not the last; None where the next message just begins."""
+        try:
+            text = self._render_text(messages=messages, tools=None, add_generation_prompt=False)
+            rest = behind(text, ASSISTANT_MARK)
+        except TemplateRenderError:
+            return last  # two users around an answer are no conversation to it
+        between = self._control_in(rest.partition(USER_MARK)[0])
+        opening = self._control_in(text.partition(USER_MARK)[0])
+        # Without an end in histories a cut answer and a whole one are continued alike: no harm
+        # where a second kind of end also stands in an opening.
+        if not between or (between[0] != last and between[0] in opening):
+            return None
+        return between[0]
+
+    def _control_in(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode_with_control(text)
+        return [i for i in ids if i in self._tokenizer.control_ids]
 
     def _first_behind(self, messages: list[Message], wanted: Collection[int]) -> int | None:
         """The first of these control tokens behind the assistant's mark."""

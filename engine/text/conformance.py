@@ -125,12 +125,15 @@ def _check(template: ChatTemplate, tokenizer: Tokenizer, kind: str) -> Conforman
         return ConformanceCase(kind=kind, status="refused", detail=str(error))
     try:
         history = template.render(_OPENING, add_generation_prompt=True)
-        history += tokenizer.encode(_ANSWER)
+        history += template.answer_opening() + tokenizer.encode(_ANSWER)
         if is_closed and template.end_token_id is not None:
             history.append(template.end_token_id)
         roles = ("system", "user", "assistant")
         history += template.render_append(
-            roles, new, add_generation_prompt=True, assistant_closed=is_closed
+            roles,
+            new,
+            add_generation_prompt=True,
+            assistant_closed=is_closed and template.end_token_id is not None,
         )
     except TextError as error:
         return ConformanceCase(kind=kind, status="differs", detail=str(error))

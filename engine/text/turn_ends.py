@@ -28,16 +28,10 @@ class TurnEnds:
     def ids(self) -> frozenset[int]:
         return frozenset(i for i in (self.last, self.middle, self.call) if i is not None)
 
-    @property
-    def in_history(self) -> int | None:
-        """What an answer of text ends with once the conversation goes on."""
-        return self.last if self.middle is None else self.middle
-
     def replacements(self, eos_ids: Collection[int]) -> dict[int, int | None]:
         """By sampled end: what stands for it in a history; None: nothing does."""
         found: dict[int, int | None] = {}
         for token_id in eos_ids:
-            is_right = token_id in (self.in_history, self.call)
-            if not is_right:
-                found[token_id] = self.in_history
+            if token_id not in (self.middle, self.call):
+                found[token_id] = self.middle
         return found

@@ -50,6 +50,7 @@ class LiveEngine:
         keep_outputs_bytes: int = 1 << 20,
         grammar: GrammarConfig | None = None,
         wait_grammar: bool = False,
+        vocabulary: Vocabulary | None = None,
         tiers: TiersConfig | None = None,
         keeper: Keeper | None = None,
         store: Store | None = None,
@@ -71,6 +72,7 @@ class LiveEngine:
         self._store = store
         self.runner = runner
         self._wait_grammar = wait_grammar
+        self._vocabulary = vocabulary or byte_vocabulary(runner.vocab_size)
         self.error: BaseException | None = None
 
     @property
@@ -78,7 +80,7 @@ class LiveEngine:
         return self.config.socket_path
 
     def __enter__(self) -> LiveEngine:
-        vocabulary = byte_vocabulary(self.runner.vocab_size)
+        vocabulary = self._vocabulary
         wake = WakeSignal()
         compiler = GrammarCompiler(
             vocabulary.token_bytes,

@@ -43,6 +43,7 @@ def turns_of(fmt: ToolFormat) -> list[tuple[str, bytes]]:
 def test_what_is_kept_of_a_cut_turn_reads_as_what_its_reader_was_told(fmt: ToolFormat) -> None:
     for name, whole in turns_of(fmt):
         choice = CHOICES[name]
+        read, again = b"", parse(fmt, [b""], choice=choice)
         for end in range(len(whole) + 1):
             parser = parser_for(fmt, choice=choice)
             told = [*parser.feed(whole[:end]), *parser.finish("length")]
@@ -52,14 +53,15 @@ def test_what_is_kept_of_a_cut_turn_reads_as_what_its_reader_was_told(fmt: ToolF
             if part is not None:
                 assert part.num_bytes <= end
                 kept = whole[: part.num_bytes] + part.closing.encode()
-            again = parse(fmt, [kept], choice=choice)
+            if kept != read:
+                read, again = kept, parse(fmt, [kept], choice=choice)
             assert calls_of(again) == calls_of(told), kept
             assert problems_of(again) == [], kept
             if part is not None:
                 shown = text_of(told), reasoning_of(told)
                 assert (text_of(again), reasoning_of(again)) == shown, kept
             before = parser.before_calls
-            if before is not None and name == "auto":
+            if before is not None and name == "auto" and end % 7 == 0:
                 text_only = parse(fmt, [whole[: before.num_bytes]], choice=choice)
                 assert calls_of(text_only) == [] and problems_of(text_only) == []
                 assert text_of(text_only) == text_of(told)
