@@ -22,6 +22,17 @@ MAX_MESSAGES = 8192  # of one conversation's tree
 NUM_RECENT = 32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionName:
+    """What a client calls its conversation, and the one this is a part of; "" where it says none.
+
+    Sub-agents of some clients have names of their own.
+    """
+
+    name: str = ""
+    parent: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class Asked:
     """One request of a conversation; counts of tokens where their names do not say otherwise.
@@ -77,6 +88,7 @@ class ImplicitSession:
 
     name: str
     is_named: bool
+    parent: str = ""
     created_ms: int
     num_requests: int = 0
     recent: deque[Asked] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
@@ -114,6 +126,7 @@ class ImplicitSession:
             "object": "implicit_session",
             "name": self.name,
             "named_by": "client" if self.is_named else "opening",
+            "parent": self.parent or None,
             "created_at": self.created_ms // 1000,
             "last_active_at": (self.recent[-1].at_ms if self.recent else self.created_ms) // 1000,
             "requests": self.num_requests,
@@ -148,15 +161,17 @@ class ImplicitSessions:
     max_sessions: int = MAX_SESSIONS
     _known: OrderedDict[tuple[str, str], ImplicitSession] = field(default_factory=OrderedDict)
 
-    def take(self, tenant: str, name: str, opening: bytes, now_ms: int) -> ImplicitSession:
+    def take(self, tenant: str, name: SessionName, opening: bytes, now_ms: int) -> ImplicitSession:
         """Return the one of this name, new or known; without a name, that of this opening.
 
         opening: the key of a conversation up to and with its first message of the user.
         """
-        key = (tenant, name or f"opening-{opening.hex()[:24]}")
+        key = (tenant, name.name or f"opening-{opening.hex()[:24]}")
         found = self._known.get(key)
         if found is None:
-            found = ImplicitSession(name=key[1], is_named=bool(name), created_ms=now_ms)
+            found = ImplicitSession(
+                name=key[1], is_named=bool(name.name), parent=name.parent, created_ms=now_ms
+            )
             self._known[key] = found
             if len(self._known) > self.max_sessions:
                 self._known.popitem(last=False)

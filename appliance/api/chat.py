@@ -30,6 +30,7 @@ from appliance.api.stateless import Ask, grammar_fallbacks, prepare, render_conv
 from appliance.api.wire import UNSUPPORTED_CHAT, ChatRequest, refuse_unsupported
 from appliance.errors import ApiError, as_api_error, error_body
 from appliance.generation import Generation, Step
+from appliance.implicit_sessions import SessionName
 from appliance.services import DEFAULT_TENANT
 from appliance.turn_params import stop_list
 from tools_schema import events as parsed
@@ -60,7 +61,7 @@ async def chat_completions(
         return JSONResponse({}, status_code=499)
 
 
-async def _prepare(context: ApiContext, body: ChatRequest, tenant: str, name: str) -> _Chat:
+async def _prepare(context: ApiContext, body: ChatRequest, tenant: str, name: SessionName) -> _Chat:
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services
     toolset = services.toolset(body.tools or [])

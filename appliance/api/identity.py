@@ -14,7 +14,10 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from appliance.implicit_sessions import SessionName
+
 SESSION_HEADER = "X-Session-Id"
+PARENT_HEADER = "x-parent-session-id"
 HEADERS = (
     "x-session-id",
     "x-session-affinity",
@@ -26,8 +29,13 @@ HEADERS = (
 _NAME = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 
-def session_name(request: Request, body: BaseModel) -> str:
-    """Return the name the client gives its conversation; "" where it gives no usable one."""
+def session_name(request: Request, body: BaseModel) -> SessionName:
+    """Return what the client calls its conversation, and the one this is a part of."""
+    parent = request.headers.get(PARENT_HEADER, "")
+    return SessionName(name=_own_name(request, body), parent=parent if _NAME.match(parent) else "")
+
+
+def _own_name(request: Request, body: BaseModel) -> str:
     extra = body.model_extra or {}
     found = [request.headers.get(name) for name in HEADERS]
     for name in (*found, extra.get("prompt_cache_key"), _user_session(extra.get("metadata"))):
@@ -36,9 +44,9 @@ def session_name(request: Request, body: BaseModel) -> str:
     return ""
 
 
-def session_headers(name: str) -> dict[str, str]:
+def session_headers(name: SessionName) -> dict[str, str]:
     """Return the response header that says the name back; none where there is none."""
-    return {SESSION_HEADER: name} if name else {}
+    return {SESSION_HEADER: name.name} if name.name else {}
 
 
 def _user_session(metadata: Any) -> Any:

@@ -34,6 +34,7 @@ from appliance.api.wire import refuse_unsupported
 from appliance.api.wire_agents import UNSUPPORTED_MESSAGES, CountTokensRequest, MessagesRequest
 from appliance.errors import ApiError, anthropic_error_body, as_api_error
 from appliance.generation import Generation
+from appliance.implicit_sessions import SessionName
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.turn_params import stop_list
 from sessions.token_codec import count
@@ -94,7 +95,9 @@ async def _rendered(
     return await render_conversation(services, chat, toolset, tenant), toolset
 
 
-async def _prepare(context: ApiContext, body: MessagesRequest, tenant: str, name: str) -> _Answer:
+async def _prepare(
+    context: ApiContext, body: MessagesRequest, tenant: str, name: SessionName
+) -> _Answer:
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services
     conversation, toolset = await _rendered(services, body, tenant)

@@ -24,6 +24,7 @@ from appliance.api.stateless import Ask, ChatMessage, prepare, render_conversati
 from appliance.api.wire import refuse_unsupported
 from appliance.api.wire_agents import INCLUDES, UNSUPPORTED_RESPONSES, ResponsesRequest
 from appliance.errors import ApiError
+from appliance.implicit_sessions import SessionName
 from appliance.services import DEFAULT_TENANT, Services
 from tools_schema.response_format import parse_response_format
 from tools_schema.tool_choice import parse_tool_choice
@@ -90,7 +91,7 @@ def _check_include(body: ResponsesRequest) -> None:
 
 
 async def _prepare(
-    context: ApiContext, body: ResponsesRequest, tenant: str, name: str
+    context: ApiContext, body: ResponsesRequest, tenant: str, name: SessionName
 ) -> ResponseAnswer:
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services

@@ -15,7 +15,7 @@ from appliance.api.dialect import request_of, sampling_of
 from appliance.api.wire import SamplingFields
 from appliance.generation import Generation
 from appliance.grammars import GrammarQuestion, constrained, spec_of
-from appliance.implicit_sessions import Asked
+from appliance.implicit_sessions import Asked, SessionName
 from appliance.recall import Recalled, chain_keys, next_key, root_key
 from appliance.services import Services
 from appliance.text_limits import check_can_fit, num_chars, off_loop
@@ -50,7 +50,7 @@ class Conversation:
 class Ask:
     """One request, read and checked.
 
-    name: what its client calls the conversation, "" where it gave no name.
+    name: what its client calls the conversation.
     param: the field that holds the conversation.
     """
 
@@ -64,7 +64,7 @@ class Ask:
     max_tokens: int | None
     num_logprobs: int = -1
     param: str = "messages"
-    name: str = ""
+    name: SessionName = SessionName()
 
 
 async def prepare(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.implicit_sessions import MAX_MESSAGES, ImplicitSessions
+from appliance.implicit_sessions import MAX_MESSAGES, ImplicitSessions, SessionName
 from tests.fakes.appliance import Json, RunningApp, ids_of, says
 
 TOOL: Json = {
@@ -127,6 +127,15 @@ def test_the_other_dialects_have_implicit_sessions_too(app: RunningApp, path: st
     assert recent[1]["usage"]["cached_tokens"] > 0
 
 
+def test_a_sub_agent_with_a_name_of_its_own_says_whose_it_is(app: RunningApp) -> None:
+    body: Json = {"model": "default", "messages": [{"role": "user", "content": "Look it up"}]}
+    for parent, shown_as in (("turns", "turns"), ("two\tparts", None)):
+        name = f"below-{shown_as}"
+        headers = {"x-session-id": name, "x-parent-session-id": parent}
+        assert app.post("/v1/chat/completions", body, headers=headers).is_success
+        assert shown(app, name)["parent"] == shown_as
+
+
 def test_a_name_that_never_came_is_not_found(app: RunningApp) -> None:
     reply = app.get("/v1/implicit_sessions/nobody")
     assert app.error(reply)[:2] == (404, "implicit_session_not_found")
@@ -135,10 +144,10 @@ def test_a_name_that_never_came_is_not_found(app: RunningApp) -> None:
 def test_trees_and_their_number_are_bounded() -> None:
     known = ImplicitSessions(max_sessions=2)
     for index in range(5):
-        known.take("t", f"s{index}", b"k", index)
+        known.take("t", SessionName(name=f"s{index}"), b"k", index)
     assert [session.name for session in known.list("t")] == ["s4", "s3"]
     assert known.list("other") == []
-    session = known.take("t", "s4", b"k", 9)
+    session = known.take("t", SessionName(name="s4"), b"k", 9)
     for index in range(4):
         keys = [b"%d-%d" % (index, place) for place in range(MAX_MESSAGES // 3)]
         session.ask(f"r{index}", keys, 0, (0, 0))
