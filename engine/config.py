@@ -71,7 +71,7 @@ class TiersConfig:
     l3_quota_bytes: int = 4 << 30
     """What the file store may take on disk, least valuable pages dropped first; bytes."""
     l3_wait_ms: int = 500
-    """How long a request waits for pages from L3 before it computes them; milliseconds."""
+    """How long a request waits to hear what L3 has of its prompt; 0: not at all; milliseconds."""
     mooncake_master: str = ""
     """host:port of a Mooncake master that others run; empty: a private one on this machine."""
     mooncake_protocol: str = "tcp"
