@@ -13,6 +13,7 @@ Source: FlashAttention-3 (arXiv 2407.08608), the overlap inside a warpgroup.
 from __future__ import annotations
 
 from kernels._triton import gl, gluon, hopper
+from kernels.triton.quick_launch import quick_launch
 
 mbarrier = hopper.mbarrier
 tma = hopper.tma
@@ -297,6 +298,7 @@ def _consume(
             mbarrier.arrive(v_empty.index(stage), count=1)
 
 
+@quick_launch
 @gluon.jit(do_not_specialize=["num_items", "first_head"])
 def mla_prefill_hopper_kernel(
     q_nope_desc,

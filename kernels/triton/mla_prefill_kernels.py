@@ -9,8 +9,10 @@ Source: FlashAttention-2 (arXiv 2307.08691); merging of split-KV attention by lo
 from __future__ import annotations
 
 from kernels._triton import tl, triton
+from kernels.triton.quick_launch import quick_launch
 
 
+@quick_launch
 @triton.jit
 def gather_latents_kernel(
     kv,
@@ -40,6 +42,7 @@ def gather_latents_kernel(
     tl.store(out + target, values, mask=inside)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_items", "first_head"])
 def mla_prefill_kernel(
     q,
@@ -119,6 +122,7 @@ def mla_prefill_kernel(
         tl.store(partial_lse + at, lse, mask=keep)
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["first_head"])
 def mla_prefill_merge_kernel(
     partial_out,

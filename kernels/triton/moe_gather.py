@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from kernels._triton import tl, triton
+from kernels.triton.quick_launch import quick_launch
 
 
+@quick_launch
 @triton.jit
 def moe_gather_kernel(x, pairs, out, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
     """Program (sorted pair, columns): its token's row. Of 16 columns, position (k2, c, pair) gets

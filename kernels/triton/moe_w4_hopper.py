@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from kernels._triton import gl, gluon, hopper
 from kernels.triton.moe_w4 import _FP4_ASM, _INT4_ASM
+from kernels.triton.quick_launch import quick_launch
 
 mbarrier = hopper.mbarrier
 tma = hopper.tma
@@ -454,6 +455,7 @@ def _consume(
             )
 
 
+@quick_launch
 @gluon.jit(do_not_specialize=["num_works"])
 def moe_w4_hopper_kernel(
     x_desc,

@@ -10,8 +10,10 @@ kernel before it wrote.
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.quick_launch import quick_launch
 
 
+@quick_launch
 @triton.jit
 def rms_norm_kernel(
     x,
@@ -45,6 +47,7 @@ def rms_norm_kernel(
     tl.store(out + row * H + h, normed.to(out.dtype.element_ty), mask=real)
 
 
+@quick_launch
 @triton.jit
 def silu_and_mul_kernel(x, out, F: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """Program (row, block of F): out = silu(gate) * up."""
@@ -119,6 +122,7 @@ def store_latent(
     tl.store(place + half + i, (high * cos + low * sin).to(kind), mask=real)
 
 
+@quick_launch
 @triton.jit
 def mla_kv_write_kernel(
     q_rope,

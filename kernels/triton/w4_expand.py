@@ -7,9 +7,11 @@ Owns: one slice of 16 rows, some of its columns.
 from __future__ import annotations
 
 from kernels._triton import tl, triton
+from kernels.triton.quick_launch import quick_launch
 from kernels.triton.w4_rows import expand_ways, load_weights
 
 
+@quick_launch
 @triton.jit
 def w4_expand_kernel(
     codes,
