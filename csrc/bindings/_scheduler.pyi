@@ -49,6 +49,8 @@ class SchedulerConfig:
     max_preemptions: int
 
 class RequestSpec:
+    """What is asked. token_ids is kept, not copied: leave it as it is until it was submitted."""
+
     def __init__(
         self,
         *,

@@ -47,7 +47,8 @@ void make_spec(RequestSpec* self, std::int64_t request_id, const InArray1<TokenI
                std::int64_t max_new_tokens, std::int64_t priority, std::string tenant,
                std::string salt, double expected_return, std::int32_t num_draft_tokens,
                bool remote_prefill, std::int64_t l3_wait_ms, bool send_kv) {
-  new (self) RequestSpec{RequestId{request_id}, copy<TokenId>(token_ids),
+  SharedTokens tokens(as_tokens(token_ids), std::make_shared<InArray1<TokenId>>(token_ids));
+  new (self) RequestSpec{RequestId{request_id}, std::move(tokens),
                          max_new_tokens,        priority,
                          std::move(tenant),     std::move(salt),
                          as_permille("expected_return", expected_return),
@@ -123,7 +124,7 @@ void bind_inputs(nb::module_& module) {
       .def_prop_ro("request_id", [](const RequestSpec& self) { return self.request_id.value; })
       .def_prop_ro("token_ids",
                    [](nb::handle_t<RequestSpec> self) {
-                     return view(self, nb::cast<const RequestSpec&>(self).token_ids);
+                     return view(self, nb::cast<const RequestSpec&>(self).token_ids.view());
                    })
       .def_ro("max_new_tokens", &RequestSpec::max_new_tokens)
       .def_ro("priority", &RequestSpec::priority)

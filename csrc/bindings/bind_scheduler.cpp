@@ -13,7 +13,17 @@ namespace {
 // The scheduler and the plans it lends. A plan that Python still holds is left alone and another
 // one is filled, so the steady state allocates nothing and no view ever dangles.
 struct BoundScheduler {
-  explicit BoundScheduler(const SchedulerConfig& config) : scheduler(config) {}
+  // The first plans are made, and their memory touched, before the first step asks for them.
+  explicit BoundScheduler(const SchedulerConfig& config) : scheduler(config) {
+    constexpr std::int32_t kMostTokens = 1 << 18;
+    const auto num_tokens = static_cast<std::size_t>(std::min(config.token_budget, kMostTokens));
+    for (int i = 0; i < Scheduler::kMaxStepsInFlight; ++i) {
+      plans.push_back(std::make_shared<Plan>());
+      plans.back()->input_ids.resize(num_tokens);
+      plans.back()->slot_mapping.resize(num_tokens);
+      plans.back()->clear();
+    }
+  }
 
   Scheduler scheduler;
   std::vector<std::shared_ptr<Plan>> plans;

@@ -34,6 +34,11 @@ OutArray<T> view(nb::handle self, const std::vector<T>& values) {
   return OutArray<T>(values.data(), 1, shape, self);
 }
 
+inline OutArray<TokenId> view(nb::handle self, TokenSpan tokens) {
+  const std::size_t shape[] = {tokens.size()};
+  return OutArray<TokenId>(tokens.data(), 1, shape, self);
+}
+
 inline nb::bytes as_bytes(const PageHash& hash) {
   return nb::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
 }

@@ -2,6 +2,7 @@
 // One request: what was asked, what is known of its tokens, and its state.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,9 +13,27 @@ namespace moorage {
 
 struct Tenant;
 
+// Tokens somebody else keeps for as long as this is there: a long prompt is not copied twice.
+class SharedTokens {
+ public:
+  SharedTokens(std::vector<TokenId> tokens) {  // NOLINT: as good as the vector itself
+    const auto own = std::make_shared<const std::vector<TokenId>>(std::move(tokens));
+    view_ = *own;
+    owner_ = own;
+  }
+  SharedTokens(TokenSpan view, std::shared_ptr<const void> owner)
+      : view_(view), owner_(std::move(owner)) {}
+
+  TokenSpan view() const { return view_; }
+
+ private:
+  TokenSpan view_;
+  std::shared_ptr<const void> owner_;
+};
+
 struct RequestSpec {
   RequestId request_id;
-  std::vector<TokenId> token_ids;
+  SharedTokens token_ids;  // read by submit
   std::int64_t max_new_tokens = 0;
   std::int64_t priority = 0;  // lower runs first
   std::string tenant;

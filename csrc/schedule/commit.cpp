@@ -275,6 +275,7 @@ void Scheduler::end(Request& request, std::vector<EndedRequest>& ended) {
   stats_.num_failed += result.status == EndStatus::kFailed ? 1 : 0;
   ended.push_back(std::move(result));
   waiting_.leave(request);
+  keep_buffer(std::move(request.tokens));
   requests_.erase(request.id.value);
 }
 

@@ -14,6 +14,7 @@ constexpr std::int64_t kMaxDraftTokens = 64;
 constexpr std::int64_t kMaxNewTokens = 1 << 30;
 // Room for tokens made at once, so that no step reallocates.
 constexpr std::int64_t kReservedOutputs = 4096;
+constexpr std::size_t kMaxSpareBuffers = 8;
 
 [[noreturn]] void reject(std::size_t index, const std::string& field, const std::string& why) {
   throw std::invalid_argument("specs[" + std::to_string(index) + "]." + field + ": " + why);
@@ -37,7 +38,7 @@ void validate_tokens(std::size_t index, TokenSpan tokens) {
 
 // What could never run must not wait for ever.
 void validate_length(std::size_t index, const RequestSpec& spec, const SchedulerConfig& config) {
-  const auto prompt_len = static_cast<std::int64_t>(spec.token_ids.size());
+  const auto prompt_len = static_cast<std::int64_t>(spec.token_ids.view().size());
   const std::string sum = std::to_string(spec.max_new_tokens) + " + " +
                           std::to_string(prompt_len) + " prompt tokens ";
   if (spec.max_new_tokens > config.max_context_len - prompt_len) {
@@ -86,7 +87,7 @@ void Scheduler::validate(std::span<const RequestSpec* const> specs) const {
     if (!seen.insert(id.value).second) {
       reject(i, "request_id", name + " appears twice in the batch");
     }
-    validate_tokens(i, specs[i]->token_ids);
+    validate_tokens(i, specs[i]->token_ids.view());
     require_range(i, "max_new_tokens", specs[i]->max_new_tokens, 1, kMaxNewTokens);
     require_range(i, "priority", specs[i]->priority, -kMaxPriority, kMaxPriority);
     require_range(i, "expected_return", specs[i]->return_permille, 0, 1000);
@@ -99,10 +100,32 @@ void Scheduler::validate(std::span<const RequestSpec* const> specs) const {
   }
 }
 
+// Memory for a long context comes page by page from the kernel, which costs more than to copy the
+// tokens: buffers of requests that ended are used again.
+std::vector<TokenId> Scheduler::take_buffer(std::size_t num_tokens) {
+  std::vector<TokenId> buffer;
+  const auto fits = std::ranges::find_if(
+      spare_buffers_, [=](const auto& spare) { return spare.capacity() >= num_tokens; });
+  if (fits != spare_buffers_.end()) {
+    buffer.swap(*fits);
+    spare_buffers_.erase(fits);
+  }
+  buffer.reserve(num_tokens);
+  return buffer;
+}
+
+void Scheduler::keep_buffer(std::vector<TokenId> buffer) {
+  if (buffer.capacity() < kReservedOutputs) return;
+  if (spare_buffers_.size() >= kMaxSpareBuffers) spare_buffers_.erase(spare_buffers_.begin());
+  buffer.clear();
+  spare_buffers_.push_back(std::move(buffer));
+}
+
 void Scheduler::submit(std::span<const RequestSpec* const> specs) {
   validate(specs);
   for (const RequestSpec* spec_ptr : specs) {
     const RequestSpec& spec = *spec_ptr;
+    const TokenSpan tokens = spec.token_ids.view();
     auto request = std::make_unique<Request>();
     request->id = spec.request_id;
     request->sequence = next_sequence_++;
@@ -114,11 +137,11 @@ void Scheduler::submit(std::span<const RequestSpec* const> specs) {
     request->remote_prefill = spec.remote_prefill;
     request->send_kv = spec.send_kv;
     request->l3_wait_ms = spec.l3_wait_ms < 0 ? config_.l3_wait_ms : spec.l3_wait_ms;
-    request->prompt_len = static_cast<std::int32_t>(spec.token_ids.size());
+    request->prompt_len = static_cast<std::int32_t>(tokens.size());
     request->max_new_tokens = static_cast<std::int32_t>(spec.max_new_tokens);
-    request->tokens.reserve(spec.token_ids.size() + static_cast<std::size_t>(std::min(
-                                                         spec.max_new_tokens, kReservedOutputs)));
-    request->tokens = spec.token_ids;
+    request->tokens = take_buffer(
+        tokens.size() + static_cast<std::size_t>(std::min(spec.max_new_tokens, kReservedOutputs)));
+    request->tokens.assign(tokens.begin(), tokens.end());
     waiting_.join(*request);
     arrivals_.push_back(request.get());
     requests_.emplace(spec.request_id.value, std::move(request));

@@ -2,6 +2,7 @@
 // Making a step of the running requests: decode rows and chunks of prefill. Nothing here depends on
 // the length of a context.
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 
 #include "schedule/scheduler.h"
@@ -133,6 +134,14 @@ void Scheduler::emit_table_changes(Plan& plan) {
 
 void Scheduler::emit_rows(Plan& plan) {
   if (prefill_rows_.empty() && decode_rows_.empty()) return;
+  std::size_t num_tokens = 0;
+  for (const auto* rows : {&prefill_rows_, &decode_rows_}) {
+    for (const StepRow& row : *rows) num_tokens += static_cast<std::size_t>(row.len);
+  }
+  if (num_tokens > plan.input_ids.capacity()) {  // once, not doubling on the way there
+    plan.input_ids.reserve(num_tokens);
+    plan.slot_mapping.reserve(num_tokens);
+  }
   for (const StepRow& row : prefill_rows_) emit_row(row, plan);
   for (const StepRow& row : decode_rows_) emit_row(row, plan);
   plan.step_id = next_step_id_++;
@@ -152,12 +161,23 @@ void Scheduler::emit_row(const StepRow& row, Plan& plan) {
   plan.row_starts.push_back(row.start);
   plan.row_lens.push_back(row.len);
   plan.row_samples.push_back(row.samples ? 1 : 0);
-  const std::int32_t base = kv.base_len();
-  for (std::int32_t at = row.start; at < row.start + row.len; ++at) {
-    const auto index = static_cast<std::size_t>(at);
-    plan.input_ids.push_back(at < request.len() ? request.tokens[index] : -1);
-    const PageId page = kv.tail[(at - base) / config_.page_size];
-    plan.slot_mapping.push_back(page.value * config_.page_size + at % config_.page_size);
+  const TokenSpan tokens(request.tokens);
+  const std::int32_t end = row.start + row.len, num_known = std::min(end, request.len());
+  const auto first = static_cast<std::size_t>(row.start);
+  const TokenSpan known = tokens.subspan(first, static_cast<std::size_t>(num_known) - first);
+  plan.input_ids.insert(plan.input_ids.end(), known.begin(), known.end());
+  plan.input_ids.resize(plan.input_ids.size() + static_cast<std::size_t>(end - num_known), -1);
+  // Page by page: a division for each token of a long prompt would cost more than all the rest.
+  const std::int32_t base = kv.base_len(), page_size = config_.page_size;
+  for (std::int32_t at = row.start; at < end;) {
+    const PageId page = kv.tail[(at - base) / page_size];
+    const std::int32_t offset = at % page_size;
+    const std::int32_t count = std::min(page_size - offset, end - at);
+    const std::size_t filled = plan.slot_mapping.size();
+    plan.slot_mapping.resize(filled + static_cast<std::size_t>(count));
+    std::iota(plan.slot_mapping.begin() + static_cast<std::ptrdiff_t>(filled),
+              plan.slot_mapping.end(), page.value * page_size + offset);
+    at += count;
   }
 }
 

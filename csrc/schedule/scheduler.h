@@ -193,6 +193,8 @@ class Scheduler {
   // intake.cpp
   void validate(std::span<const RequestSpec* const> specs) const;
   void take_in_arrivals();
+  std::vector<TokenId> take_buffer(std::size_t num_tokens);  // empty, with that capacity
+  void keep_buffer(std::vector<TokenId> buffer);
 
   // planning.cpp
   void plan_running(Plan& plan);
@@ -339,6 +341,7 @@ class Scheduler {
 
   // Scratch of one call, kept for its capacity.
   std::vector<Request*> order_;
+  std::vector<std::vector<TokenId>> spare_buffers_;
   std::vector<StepRow> prefill_rows_;
   std::vector<StepRow> decode_rows_;
   std::vector<RadixTree::Adopted> adopted_;
