@@ -34,16 +34,24 @@ class Expectation:
 
 
 def expected_reuse(log: TurnLog) -> Expectation:
-    """Return how many tokens of this history some turn has computed, and in which engine."""
-    tokens, instance, reason = 0, "", ""
-    total = 0
-    for record in log.records:
-        total += record.num_tokens
+    """Return how many tokens of this history some turn has computed, and in which engine.
+
+    Looked for from the end on: what a turn left behind covers all before it, so the last turn
+    usually says it all, however long the history is.
+    """
+    tokens, instance, reason, rewritten = 0, "", "", ""
+    total = log.num_tokens
+    for record in reversed(log.records):
         report = record.params.get(REPORT) or {}
-        reason = str(report.get("rewritten", reason))
         reusable = min(int(report.get("reusable", 0)), total)
-        if reusable > tokens:
-            tokens, instance, reason = reusable, str(report.get("engine_instance", "")), ""
+        if reusable and reusable >= tokens:
+            tokens, instance = reusable, str(report.get("engine_instance", ""))
+            reason = rewritten
+        rewritten = rewritten or str(report.get("rewritten", ""))
+        total -= record.num_tokens
+        if total < tokens:
+            return Expectation(tokens=tokens, engine_instance=instance, known_reason=reason)
+    reason = reason if tokens else rewritten
     return Expectation(tokens=tokens, engine_instance=instance, known_reason=reason)
 
 

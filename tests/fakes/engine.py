@@ -110,6 +110,7 @@ class FakeEngine:
     def drop_cache(self) -> None:
         """Evict all that is cached."""
         self._cached.clear()
+        self._told_pages.clear()
         self._lower = {"l2": {}, "l3": {}}
 
     def pause(self) -> None:
@@ -136,6 +137,7 @@ class FakeEngine:
         self._cached: dict[str, list[list[int]]] = {}
         # What was moved down, by tier and salt; whole pages, as in the real tiers.
         self._lower: dict[str, dict[str, list[list[int]]]] = {"l2": {}, "l3": {}}
+        self._told_pages: set[bytes] = set()
         self._num_tokens = 0
         self.leases: dict[str, tuple[int, bytes]] = {}
 
@@ -422,7 +424,9 @@ class FakeEngine:
                 parent_hash=parent,
                 num_tokens=page_size,
             )
-            events.append(event)
+            if page_hash not in self._told_pages:
+                self._told_pages.add(page_hash)
+                events.append(event)
             hashes.append(page_hash)
             parent = page_hash
         if events:
@@ -488,12 +492,17 @@ def _without(sequence: list[int], ids: list[int], keep: int) -> list[int]:
 
 def _longest(sequences: list[list[int]], ids: list[int]) -> int:
     """Length of the longest prefix of `ids` that one of `sequences` begins with."""
-    best = 0
-    for sequence in sequences:
-        length = 0
-        for a, b in zip(sequence, ids, strict=False):
-            if a != b:
-                break
-            length += 1
-        best = max(best, length)
-    return best
+    return max((_common(sequence, ids) for sequence in sequences), default=0)
+
+
+def _common(left: list[int], right: list[int]) -> int:
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while low + 1 < high:  # the first difference, by halves
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low if left[low] != right[low] else low + 1
