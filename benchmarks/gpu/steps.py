@@ -32,7 +32,18 @@ from engine.execution.steps import Step, StepResult
 from engine.sampling.params import RowSampling, SampleBatch
 
 DECODE = ((1, 8192), (1, 65536), (8, 32768), (16, 8192), (16, 65536))
-PREFILL = ((800, 65536), (2048, 0), (2048, 30720), (2048, 63488))
+# (new, cached), and the steps in which a cold prompt is computed
+PREFILL = (
+    (800, 65536),
+    (800, 8192),
+    (2048, 0),
+    (2048, 30720),
+    (2048, 63488),
+    (4096, 61440),
+    (8192, 57344),
+)
+COLD_TOKENS = 65536
+COLD_STEPS = (2048, 4096, 8192)
 PAGE = 64
 
 
@@ -159,6 +170,26 @@ def profile_decode(steps: Steps, num_rows: int, context: int) -> dict[str, Any]:
     }
 
 
+def measure_cold(steps: Steps, num_tokens: int, step_tokens: int) -> dict[str, Any]:
+    """Milliseconds of a whole prompt, two steps under way; median of three, after one."""
+    deltas = steps.map_rows(1, -(-num_tokens // PAGE))
+    times: list[float] = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        under_way: deque[Callable[[], StepResult]] = deque()
+        for past in range(0, num_tokens, step_tokens):
+            lens = [(past, min(step_tokens, num_tokens - past))]
+            under_way.append(steps.launch(lens, deltas if past == 0 else deltas[:0]))
+            if len(under_way) == 2:
+                under_way.popleft()()
+        for finish in under_way:
+            finish()
+        times.append((time.perf_counter() - start) * 1e3)
+    ms = round(float(np.median(times[1:])), 1)
+    return {"case": "cold", "tokens": num_tokens, "step_tokens": step_tokens, "ms": ms}
+
+
 def main() -> None:
     """Measure everything; one JSON line each."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -179,7 +210,7 @@ def main() -> None:
                 load_format="dummy",
                 device="cuda",
                 max_slots=args.max_slots,
-                token_budget=2048 + args.max_slots,
+                token_budget=max(COLD_STEPS) + args.max_slots,
                 max_context_len=131072,
                 eager=args.eager,
             )
@@ -205,6 +236,7 @@ def main() -> None:
             ]
         if args.only != "decode":
             cases += [partial(measure_prefill, steps, new, past) for new, past in PREFILL]
+        cases += [partial(measure_cold, steps, COLD_TOKENS, size) for size in COLD_STEPS]
         if args.profile:
             cases += [partial(profile_decode, steps, *case) for case in ((1, 65536), (8, 32768))]
         with torch.inference_mode():
