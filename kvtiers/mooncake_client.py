@@ -96,6 +96,11 @@ class MooncakeClient:
         self._ring = SlotRing(base, slot_bytes, num_slots)
         self._handle: Any = handle
 
+    @property
+    def num_stuck(self) -> int:
+        """Calls that overran and have not returned."""
+        return self._threads.num_stuck
+
     def put(self, keys: list[str], blobs: Sequence[memoryview], timeout_s: float) -> list[int]:
         """Store objects: a code for each of the first keys, as many as slots were free; 0: kept."""
         slots = self._ring.take(len(keys), timeout_s)

@@ -171,10 +171,13 @@ class MooncakeStore:
     def status(self) -> StoreStatus:
         """Objects and bytes: what the master counted last, and what was put since and is not
         known to be gone. A master of others is not asked: then it is the second alone."""
-        is_up = self._client is not None and not self._reason
+        client = self._client
+        state = StoreState.DEGRADED if self._reason else StoreState.UP
+        if client is None or client.num_stuck:
+            state = StoreState.DOWN
         return StoreStatus(
             kind=self.kind,
-            state=StoreState.UP if is_up else StoreState.DOWN,
+            state=state,
             reason=self._reason,
             used_bytes=self._others.used_bytes + self._believed_bytes,
             capacity_bytes=self._endpoints.capacity_bytes,

@@ -28,7 +28,7 @@ class StoreState(StrEnum):
     """What a caller may expect of a store now."""
 
     UP = "up"
-    DEGRADED = "degraded"  # reads work, writes do not (disk full), or it is being tried again
+    DEGRADED = "degraded"  # not all of it works (disk full), the last call failed, or it is tried
     DOWN = "down"
 
 

@@ -17,9 +17,9 @@ from kvtiers.mooncake_store import MooncakeLimits, MooncakeStore
 from kvtiers.objects import object_bytes
 from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES
 
-SMALL = MooncakeSettings(segment_bytes=64 << 20)
+SMALL = MooncakeSettings(segment_bytes=32 << 20)
 # A test waits for a call that hangs: not as long as an engine would.
-LIMITS = MooncakeLimits(ring_bytes=8 << 20, call_s=1.0)
+LIMITS = MooncakeLimits(ring_bytes=8 << 20, call_s=1.5)
 
 
 def require_mooncake() -> None:

@@ -213,7 +213,7 @@ def test_reads_stay_right_while_segments_are_compacted_under_them(open_store: Op
     readers = [threading.Thread(target=read_on) for _ in range(2)]
     for reader in readers:
         reader.start()
-    _fill(store, 120, 3)
+    _fill(store, 60, 3)
     is_over.set()
     for reader in readers:
         reader.join()
