@@ -29,6 +29,7 @@ T = TypeVar("T")
 class Deadlines:
     """How long a call may take: `call_s`, and for what it moves the time at `bytes_per_s`."""
 
+    open_s: float = 5.0
     probe_s: float = 0.5
     call_s: float = 1.5
     bytes_per_s: float = 50e6
@@ -53,6 +54,10 @@ class DeadlineStore:
     @property
     def kind(self) -> str:
         return self._store.kind
+
+    def open(self) -> None:
+        """Make the first call, which opens a store that opens late."""
+        self._run(lambda: self._store.probe([]), self._deadlines.open_s, 0)
 
     def probe(self, keys: Sequence[str]) -> int:
         return self._run(lambda: self._store.probe(keys), self._deadlines.probe_s, 0)

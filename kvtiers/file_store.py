@@ -37,10 +37,11 @@ LOCK_FILE = "lock"
 
 
 class FileStore:
-    """Opens at once; where it cannot, it is down, says why, and tries again every second.
+    """Where it cannot open, it is down, says why, and tries again every second.
 
     Args:
         quota_bytes: what the segment files may take together.
+        opens_now: False: the first call opens it (a directory may hang, a scan may take long).
         now_s: a clock that never goes back, for retries alone.
     """
 
@@ -52,6 +53,7 @@ class FileStore:
         quota_bytes: int,
         layout_fingerprint: str,
         *,
+        opens_now: bool = True,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = directory
@@ -66,9 +68,10 @@ class FileStore:
         self._lock_fd = -1
         self._is_closed = False
         self._retry_at_s = -1e9
-        self._down_reason = ""
+        self._down_reason = "not open yet"
         self._write_problem = ""
-        self._open()
+        if opens_now:
+            self._open()
 
     def probe(self, keys: Sequence[str]) -> int:
         pages = self._open()

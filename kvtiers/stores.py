@@ -62,5 +62,7 @@ def _open_bare(spec: StoreSpec) -> Store:
         endpoints = Path(spec.run_dir) / ENDPOINTS_FILE
         return MooncakeStore(endpoints, spec.layout_fingerprint, spec.object_bytes)
     directory = Path(spec.directory) / f"rank-{spec.rank}"
-    store = FileStore(directory, spec.quota_bytes, spec.layout_fingerprint)
-    return DeadlineStore(store, Deadlines())
+    store = FileStore(directory, spec.quota_bytes, spec.layout_fingerprint, opens_now=False)
+    guarded = DeadlineStore(store, Deadlines())
+    guarded.open()
+    return guarded

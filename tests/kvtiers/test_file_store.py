@@ -220,3 +220,32 @@ def test_reads_stay_right_while_segments_are_compacted_under_them(open_store: Op
     assert lost == []
     assert store.status().counters["compacted_bytes"] > 6 * RECORD
     assert store.status().counters["failures"] == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_use_with_restarts_agrees_with_a_dictionary(open_store: Open, seed: int) -> None:
+    """Nothing is damaged and all fits: what was put and not removed is there, to the byte."""
+    rng = random.Random(seed)
+    store = open_store(16 << 20)
+    held: set[str] = set()
+    names = [f"ns/r/{number}" for number in range(60)]
+    for _ in range(150):
+        some = rng.sample(names, rng.randint(1, 6))
+        action = rng.random()
+        if action < 0.45:
+            parents = [rng.choice(["", *names]) for _ in some]
+            assert store.put(some, pages(some), parents) == [True] * len(some)
+            held |= set(some)
+        elif action < 0.75:
+            assert read(store, some) == [key in held for key in some]
+            assert store.probe(some) == _leading([key in held for key in some])
+        elif action < 0.85:
+            assert store.remove(some) == len(held & set(some))
+            held -= set(some)
+        elif action < 0.92:
+            assert store.flush(10)
+        else:
+            store.close()
+            store = open_store(16 << 20)
+            assert store.status().num_objects == len(held)
+    assert read(store, names) == [key in held for key in names]

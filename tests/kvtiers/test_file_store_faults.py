@@ -270,6 +270,36 @@ def test_a_read_that_hangs_is_left_behind_and_writes_into_nobodys_page(
     assert guarded.put(KEYS, pages(KEYS)) == [True] * 8
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_damage_between_restarts_gives_misses_and_never_a_wrong_byte(
+    directory: Path, open_store: Open, seed: int
+) -> None:
+    rng = random.Random(seed)
+    names = [f"ns/d/{number}" for number in range(40)]
+    num_found = 0
+    for _ in range(12):
+        store = open_store(4 << 20)
+        num_found += sum(read(store, names))
+        some = rng.sample(names, 15)
+        assert store.put(some, pages(some)) == [True] * 15
+        assert read(store, some) == [True] * 15
+        store.close()
+        for _ in range(rng.randint(1, 4)):
+            path = rng.choice([path for path in directory.iterdir() if path.name != "lock"])
+            size = path.stat().st_size
+            harm = rng.random()
+            if harm < 0.6 and size:
+                _flip(path, rng.randrange(size))
+            elif harm < 0.8:
+                os.truncate(path, rng.randrange(size + 1))
+            elif harm < 0.9:
+                path.write_bytes(path.read_bytes() + rng.randbytes(rng.randrange(9000)))
+            else:
+                path.unlink()
+                break
+    assert num_found > 100
+
+
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_kill_9_in_mid_write_loses_nothing_that_was_flushed(
     directory: Path, open_store: Open, seed: int

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 import pytest
 
+from kvtiers.breaker import BreakerLimits, BreakerStore
+from kvtiers.deadline_store import Deadlines, DeadlineStore
 from kvtiers.errors import TierConfigError
+from kvtiers.file_store import FileStore
 from kvtiers.objects import object_bytes
 from kvtiers.store import Store, StoreState
 from kvtiers.stores import StoreSpec, open_store
@@ -62,6 +67,25 @@ def test_a_store_that_cannot_be_had_is_cut_off_and_fails_nothing(tmp_path: Path)
     assert str(tmp_path / "mooncake.json") in store.status().reason
     assert store.put(KEYS, pages(KEYS)) == [False] * 3
     assert store.get(KEYS, blank(3)) == [False] * 3
+    store.close()
+
+
+def test_a_directory_that_hangs_holds_no_start_up(tmp_path: Path) -> None:
+    (tmp_path / "rank-0").mkdir()
+    os.mkfifo(tmp_path / "rank-0" / "index")  # reading it waits for a writer
+    bare = FileStore(tmp_path / "rank-0", 1 << 22, LAYOUT, opens_now=False)
+    guarded = DeadlineStore(bare, Deadlines(open_s=0.1))
+    guarded.open()
+    store = BreakerStore(guarded, LAYOUT, BreakerLimits(first_pause_s=0.05, max_pause_s=0.1))
+    assert store.status().state is not StoreState.UP
+    assert store.put(KEYS, pages(KEYS)) == [False] * 3
+    with (tmp_path / "rank-0" / "index").open("wb"):
+        (tmp_path / "rank-0" / "index").unlink()
+    for _ in range(500):
+        if store.status().state is StoreState.UP:
+            break
+        threading.Event().wait(0.02)
+    assert store.put(KEYS, pages(KEYS)) == [True] * 3
     store.close()
 
 
