@@ -23,6 +23,7 @@ from engine.weights.source import DEFAULT_MODEL, resolve_model
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 L3_KINDS = ("auto", "file", "mooncake", "none")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
@@ -103,6 +104,8 @@ class EngineConfig:
     """auto | gguf | safetensors | dummy (random weights, for benchmarks)."""
     dtype: str = "auto"
     """Activations and KV: auto | float32 | bfloat16."""
+    kv_dtype: str = "auto"
+    """KV: auto (as `dtype`) | bf16 | fp8 (latent attention only; 1.75 times as many tokens)."""
     weights: str = "auto"
     """auto | dequantized (to `dtype`) | packed (kept in the checkpoint's low-bit blocks)."""
     device: str = "auto"
@@ -205,6 +208,7 @@ def _model_problems(config: EngineConfig) -> Iterator[ConfigError]:
     for name, allowed in (
         ("load_format", LOAD_FORMATS),
         ("dtype", DTYPES),
+        ("kv_dtype", KV_DTYPES),
         ("weights", WEIGHT_FORMATS),
         ("device", DEVICES),
     ):

@@ -15,7 +15,7 @@ from kvtiers.config import DevicePoolConfig
 from kvtiers.errors import PoolTooSmallError
 from kvtiers.layout import KvLayout
 
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.uint8}
 
 
 class DevicePool:

@@ -5,7 +5,8 @@ Does not know: torch, where pages live, who owns them. A page is one contiguous 
 values it holds, layer after layer, its keys, then its values: [num_layers, 2, page_size,
 num_kv_heads, head_dim]; with latents (MLA), layer after layer, one row a token: [num_layers,
 page_size, latent_dim + rope_dim], the normed latent, then the rotated key part in rotate-half
-order.
+order; in fp8, layer after layer, three planes of all its tokens: the latents in e4m3, one fp32
+scale per 128 of them, the rotated key parts in bf16.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Protocol
 from kvtiers.errors import TierConfigError
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+FP8_GROUP = 128  # latents that share a scale
 # Raised when the order of bytes changes, so that stored pages of an older order never match.
 LAYOUT_VERSION = 1
 
@@ -100,15 +102,25 @@ class LatentLayout:
     page_size: int  # tokens
     latent_dim: int
     rope_dim: int
-    dtype: str  # float32 | bfloat16
+    dtype: str  # float32 | bfloat16 | fp8
 
     def __post_init__(self) -> None:
-        _check(self, ("num_layers", "page_size", "latent_dim", "rope_dim"))
+        _check(self, ("num_layers", "page_size", "latent_dim", "rope_dim"), ("fp8",))
+        if self.dtype == "fp8" and self.latent_dim % FP8_GROUP:
+            allowed = f"a multiple of {FP8_GROUP} where layout.dtype is fp8"
+            raise TierConfigError("layout.latent_dim", self.latent_dim, allowed)
+
+    @property
+    def row_bytes(self) -> int:
+        """One token in one layer."""
+        if self.dtype == "fp8":
+            return self.latent_dim + self.latent_dim // FP8_GROUP * 4 + self.rope_dim * 2
+        return (self.latent_dim + self.rope_dim) * ELEMENT_BYTES[self.dtype]
 
     @property
     def layer_bytes(self) -> int:
         """One page in one layer."""
-        return self.page_size * (self.latent_dim + self.rope_dim) * ELEMENT_BYTES[self.dtype]
+        return self.page_size * self.row_bytes
 
     @property
     def page_bytes(self) -> int:
@@ -120,8 +132,10 @@ class LatentLayout:
         """One token, all layers."""
         return self.page_bytes // self.page_size
 
-    def pool_shape(self, num_pages: int) -> tuple[int, int, int, int]:
-        """Shape of a pool that holds whole pages one after the other."""
+    def pool_shape(self, num_pages: int) -> tuple[int, ...]:
+        """Shape of a pool that holds whole pages one after the other; of bytes in fp8."""
+        if self.dtype == "fp8":
+            return (num_pages, self.num_layers, self.layer_bytes)
         return (num_pages, self.num_layers, self.page_size, self.latent_dim + self.rope_dim)
 
     def fingerprint(self) -> str:
@@ -129,9 +143,12 @@ class LatentLayout:
         return _fingerprint("latent-page", asdict(self))
 
 
-def _check(layout: PageLayout | LatentLayout, sizes: tuple[str, ...]) -> None:
-    if layout.dtype not in ELEMENT_BYTES:
-        raise TierConfigError("layout.dtype", layout.dtype, " | ".join(ELEMENT_BYTES))
+def _check(
+    layout: PageLayout | LatentLayout, sizes: tuple[str, ...], more_dtypes: tuple[str, ...] = ()
+) -> None:
+    dtypes = (*ELEMENT_BYTES, *more_dtypes)
+    if layout.dtype not in dtypes:
+        raise TierConfigError("layout.dtype", layout.dtype, " | ".join(dtypes))
     for name in sizes:
         if getattr(layout, name) < 1:
             raise TierConfigError(f"layout.{name}", getattr(layout, name), "1 or more")

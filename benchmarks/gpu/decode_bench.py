@@ -18,7 +18,7 @@ from kernels.fp8_weight import Fp8Weight
 from kernels.mla_workspace import make_mla_workspace
 from kernels.moe_routing import MoeRouting
 from kernels.reference.quant import quantize_w4
-from kernels.triton import linear, mla, mla_layer, moe, sampling
+from kernels.triton import linear, mla, mla_layer, moe, page_copy, sampling
 from kernels.w4_layout import tile_w4_linear
 
 HBM_TB_S = 4.54
@@ -132,7 +132,20 @@ def bench_small() -> Iterator[dict[str, Any]]:
         yield _line("greedy_rows", [greedy] * 4, logits.numel() * 4, T=num)
 
 
+def bench_pages() -> Iterator[dict[str, Any]]:
+    """Pages of 27 layers to pinned host memory and back."""
+    size, num = 27 * 64 * 1152, 64
+    pool = torch.zeros(4 * num, size, dtype=torch.uint8, device="cuda")
+    pages = torch.randperm(4 * num, device="cuda")[:num].int()
+    blob = torch.zeros(num, size, dtype=torch.uint8).pin_memory()
+    for is_out in (True, False):
+        call = functools.partial(page_copy.move_pages, pool, pages, blob, is_out)
+        us = time_calls_us([call] * 4, repeats=5)
+        yield {"op": "move_pages", "is_out": is_out, "gb_s": round(num * size / us / 1e3, 1)}
+
+
 def bench() -> Iterator[dict[str, Any]]:
     """Everything."""
     yield from bench_linears()
     yield from bench_small()
+    yield from bench_pages()

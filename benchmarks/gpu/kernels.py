@@ -42,12 +42,13 @@ def _moe(sweep: bool) -> Iterator[dict[str, Any]]:
         yield moe_bench.bench(copies, num_tokens, None)
     if not sweep:
         return
-    rows = RowTile(tokens=8)
-    wide = GemmTile(nm=1, kc=2, stages=3, warps=2)
-    for num_tokens in (2, 4, 8, 16, 32):
-        for first, second in ((rows, rows), (wide, wide)):
-            tokens = 8 if first is rows else 16
-            tiles = MoeTiles(tokens=tokens, first=first, second=second)
+    for num_tokens in (1, 2, 4, 8, 16, 32):
+        for tile in (
+            RowTile(tokens=8),
+            GemmTile(nm=1, kc=2, stages=3, warps=2),
+        ):
+            tokens = 8 if isinstance(tile, RowTile) else 16
+            tiles = MoeTiles(tokens=tokens, first=tile, second=tile)
             yield moe_bench.bench(copies, num_tokens, tiles)
     shapes = [(1, 2, 3, 2, 4), (1, 2, 4, 2, 2), (1, 4, 3, 2, 4), (2, 1, 4, 2, 4), (1, 2, 3, 1, 2)]
     for num_tokens in (1, 16, 64):

@@ -195,6 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="v2-lite")
     parser.add_argument("--weights", default="nvfp4")
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "bf16", "fp8"))
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--max-slots", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)
@@ -213,6 +214,7 @@ def main() -> None:
                 token_budget=max(COLD_STEPS) + args.max_slots,
                 max_context_len=131072,
                 eager=args.eager,
+                kv_dtype=args.kv_dtype,
             )
         )
         steps = Steps(runner, args.max_slots)
@@ -222,6 +224,7 @@ def main() -> None:
                 "torch": torch.__version__,
                 "shape": args.shape,
                 "weights": args.weights,
+                "kv_dtype": args.kv_dtype,
                 "eager": args.eager,
                 "kv_pages": runner.num_pages,
                 "ready_s": round(time.perf_counter() - started, 1),

@@ -15,6 +15,7 @@ import time
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.execution.batch import ForwardBatch
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.memory import free_device_bytes, free_host_bytes
@@ -140,7 +141,7 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRu
     started = time.monotonic()
     use_threads(config.num_threads or len(os.sched_getaffinity(0)))
     loaded = load_model(config)
-    layout = loaded.model.kv_layout(config.page_size, loaded.dtype_name)
+    layout = loaded.model.kv_layout(config.page_size, choose_kv_dtype(config, loaded))
     build = _host_runner if loaded.device.type == "cpu" else _device_runner
     runner = build(config, loaded, layout)
     runner.warm_up()
@@ -155,6 +156,25 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRu
         time.monotonic() - started,
     )
     return runner
+
+
+def choose_kv_dtype(config: EngineConfig, loaded: LoadedModel) -> str:
+    """How a layout names what KV is kept in, after resolving `auto`.
+
+    Raises:
+        ConfigError: the setting does not go with the model or with its activations.
+    """
+    if config.kv_dtype == "auto":
+        return loaded.dtype_name
+    if loaded.dtype_name != "bfloat16":
+        allowed = "auto, as activations are float32"
+        raise ConfigError("engine.kv_dtype", config.kv_dtype, allowed)
+    if config.kv_dtype == "bf16":
+        return "bfloat16"
+    if not loaded.model.takes_fp8_kv:
+        allowed = "auto | bf16, as this model's attention has no latents in groups of 128"
+        raise ConfigError("engine.kv_dtype", config.kv_dtype, allowed)
+    return "fp8"
 
 
 def _host_runner(config: EngineConfig, loaded: LoadedModel, layout: KvLayout) -> PagedModelRunner:

@@ -15,7 +15,7 @@ import torch
 from engine.models.model import StepRows
 from kernels.mla_workspace import MlaWorkspace
 from kernels.ops.linear import LinearWeight, linear_add, norm_linear
-from kernels.ops.mla import mla_absorb, mla_output
+from kernels.ops.mla import mla_absorb, mla_expand_pages, mla_output
 from kernels.ops.mla_kv_write import mla_kv_write
 from kernels.ops.mla_prefill import mla_prefill
 
@@ -117,12 +117,25 @@ def _prefill(
         rows.row_indptr[: cut + 1],
         rows.seq_lens[:cut],
     )
+    page_table = rows.page_table
+    if kv_pool_layer.dtype == torch.uint8:  # fp8 planes: prefill takes rows
+        rope_dim = q_THD.shape[2] - weights.w_uk.shape[1]
+        kv_pool_layer, page_table = mla_expand_pages(
+            kv_pool_layer,
+            weights.w_uk.shape[2],
+            rope_dim,
+            page_table,
+            slots.cpu(),
+            lens.cpu(),
+            q_THD.dtype,
+        )
+        slots = torch.arange(cut, dtype=torch.int32, device=slots.device)
     return mla_prefill(
         q_THD,
         weights.w_uk,
         weights.w_uv,
         kv_pool_layer,
-        rows.page_table,
+        page_table,
         slots,
         indptr,
         lens,

@@ -19,7 +19,7 @@ from kernels.mla_workspace import make_mla_workspace
 from kernels.ops.linear import norm_linear
 from kernels.ops.mla import plan_mla_decode
 from kernels.ops.step_ids import embed_rows
-from kvtiers.layout import LatentLayout
+from kvtiers.layout import FP8_GROUP, LatentLayout
 
 
 class DeepseekForCausalLM:
@@ -29,6 +29,7 @@ class DeepseekForCausalLM:
         self.config = config
         self.num_layers = config.num_layers
         self.vocab_size = config.vocab_size
+        self.takes_fp8_kv = config.latent_dim % FP8_GROUP == 0
         self._stack = stack
         self._dtype = options.dtype
         self._workspace = make_mla_workspace(

@@ -27,6 +27,7 @@ class LlamaForCausalLM:
         self.config = config
         self.num_layers = config.num_layers
         self.vocab_size = config.vocab_size
+        self.takes_fp8_kv = False
         self.stack = stack
 
     def kv_layout(self, page_size: int, dtype: str) -> PageLayout:

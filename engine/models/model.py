@@ -48,8 +48,13 @@ class PagedModel(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def takes_fp8_kv(self) -> bool:
+        """Whether `kv_layout` has a form in fp8."""
+        ...
+
     def kv_layout(self, page_size: int, dtype: str) -> KvLayout:
-        """The bytes of one page of this model's KV; dtype float32 | bfloat16."""
+        """The bytes of one page of this model's KV; dtype float32 | bfloat16 | fp8."""
         ...
 
     def forward(

@@ -32,6 +32,7 @@ def _signature(family: str, x: torch.Tensor, weight: LinearWeight) -> CallSignat
     formats = (("x", format_of(x.dtype)), ("weight", linear_format(weight)))
     traits = (
         ("small_batch", x.shape[0] <= SMALL_BATCH_TOKENS),
+        ("up_to_8_tokens", x.shape[0] <= 8),
         ("num_rows", weight.shape[0]),
         ("num_cols", weight.shape[1]),
         ("interleaved", isinstance(weight, TiledW4) and weight.is_interleaved),

@@ -6,10 +6,37 @@ from __future__ import annotations
 import torch
 
 from kernels.errors import KernelInputError
+from kernels.latent_planes import latent_planes
 from kernels.mla_workspace import MlaWorkspace
 from kernels.ops.linear import SMALL_BATCH_TOKENS, LinearWeight, linear_format
 from kernels.selection import select_kernel
 from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
+
+
+def kv_format(kv_pool_layer: torch.Tensor) -> str:
+    """Return the selector's format name of one layer of the pool."""
+    is_bytes = kv_pool_layer.dtype == torch.uint8
+    return "fp8_planes" if is_bytes else format_of(kv_pool_layer.dtype)
+
+
+def _pool_traits(
+    kv_pool_layer: torch.Tensor, latent_dim: int, rope_dim: int
+) -> tuple[tuple[str, int | bool], ...]:
+    """Page size, and whether pages are a whole number of rows apart.
+
+    Raises:
+        KernelInputError: the pool has another width, or a page's rows are not contiguous.
+    """
+    if kv_pool_layer.dtype == torch.uint8:
+        page_size = latent_planes(kv_pool_layer, latent_dim, rope_dim).page_size
+        return (("page_size", page_size), ("page_stride_rows_exact", False))
+    width = latent_dim + rope_dim
+    expect_shape("kv_pool_layer", kv_pool_layer, (None, None, width))
+    if kv_pool_layer.stride()[1:] != (width, 1):
+        allowed = f"rows of a page contiguous: (any, {width}, 1)"
+        raise KernelInputError("kv_pool_layer.stride", list(kv_pool_layer.stride()), allowed)
+    exact = kv_pool_layer.stride(0) % width == 0
+    return (("page_size", kv_pool_layer.shape[1]), ("page_stride_rows_exact", exact))
 
 
 def plan_mla_decode(
@@ -61,7 +88,8 @@ def mla_decode(
     Args:
         q: [R * q_len, H, latent_dim + rope_dim], contiguous: the absorbed part, then the rope part.
         kv_pool_layer: [num_pages, page_size, latent_dim + rope_dim], a view of the pool whose rows
-            are contiguous within a page.
+            are contiguous within a page; or fp8 planes, uint8 [num_pages, page bytes]
+            (kernels/latent_planes.py).
         page_table: int32 [M, P], the pages of each slot's sequence in order.
         row_slots: int32 [R], row of the page table.
         seq_lens: int32 [R], tokens of KV after this step.
@@ -74,7 +102,6 @@ def mla_decode(
     num_rows = row_slots.shape[0]
     width = q.shape[-1]
     expect_shape("q", q, (num_rows * workspace.q_len, workspace.num_heads, None))
-    expect_shape("kv_pool_layer", kv_pool_layer, (None, None, width))
     expect_shape("page_table", page_table, (None, None))
     expect_shape("seq_lens", seq_lens, (num_rows,))
     for name, index in (
@@ -85,16 +112,13 @@ def mla_decode(
         expect_dtype(name, index, torch.int32)
     if not q.is_contiguous():
         raise KernelInputError("q.stride", list(q.stride()), "contiguous")
-    page_size = kv_pool_layer.shape[1]
-    if kv_pool_layer.stride()[1:] != (width, 1):
-        allowed = f"rows of a page contiguous: (any, {width}, 1)"
-        raise KernelInputError("kv_pool_layer.stride", list(kv_pool_layer.stride()), allowed)
-    formats = (("q", format_of(q.dtype)), ("kv", format_of(kv_pool_layer.dtype)))
+    rope_dim = width - workspace.latent_dim
+    formats = (("q", format_of(q.dtype)), ("kv", kv_format(kv_pool_layer)))
     traits = (
         ("latent_dim", workspace.latent_dim),
-        ("rope_dim", width - workspace.latent_dim),
-        ("page_size", page_size),
-        ("page_stride_rows_exact", kv_pool_layer.stride(0) % width == 0),
+        ("rope_dim", rope_dim),
+        ("query_rows", workspace.num_heads * workspace.q_len),
+        *_pool_traits(kv_pool_layer, workspace.latent_dim, rope_dim),
     )
     kernel = select_kernel(CallSignature("mla_decode", q.device.type, formats, traits))
     out: torch.Tensor = kernel.fn(
@@ -139,12 +163,13 @@ def mla_absorb(
     for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
         expect_shape(name, index, (num_tokens,))
         expect_dtype(name, index, torch.int32)
-    formats = (("q", format_of(q.dtype)), ("kv", format_of(kv_pool_layer.dtype)))
+    formats = (("q", format_of(q.dtype)), ("kv", kv_format(kv_pool_layer)))
     traits = (
         ("nope_dim", nope_dim),
         ("latent_dim", latent_dim),
         ("rope_dim", rope_dim),
         ("num_tokens_up_to_64", num_tokens <= 64),
+        *_pool_traits(kv_pool_layer, latent_dim, rope_dim),
     )
     kernel = select_kernel(CallSignature("mla_absorb", q.device.type, formats, traits))
     out: torch.Tensor = kernel.fn(
@@ -186,16 +211,18 @@ def mla_output(
         raise KernelInputError("out_weight", list(out_weight.shape), f"[any, {num_heads * v_dim}]")
     formats = (
         ("q", format_of(q.dtype)),
-        ("kv", format_of(kv_pool_layer.dtype)),
+        ("kv", kv_format(kv_pool_layer)),
         ("weight", linear_format(out_weight)),
     )
+    rope_dim = q.shape[-1] - latent_dim
     traits = (
         ("latent_dim", latent_dim),
-        ("rope_dim", q.shape[-1] - latent_dim),
+        ("rope_dim", rope_dim),
         ("v_dim", v_dim),
-        ("page_size", kv_pool_layer.shape[1]),
-        ("page_stride_rows_exact", kv_pool_layer.stride(0) % q.shape[-1] == 0),
+        ("query_rows", num_heads * workspace.q_len),
+        *_pool_traits(kv_pool_layer, latent_dim, rope_dim),
         ("small_batch", q.shape[0] <= SMALL_BATCH_TOKENS),
+        ("up_to_8_tokens", q.shape[0] <= 8),
         ("num_rows", out_weight.shape[0]),
         ("num_cols", out_weight.shape[1]),
     )
@@ -213,3 +240,34 @@ def mla_output(
         residual,
     )
     return out
+
+
+def mla_expand_pages(
+    kv_pool_layer: torch.Tensor,
+    latent_dim: int,
+    rope_dim: int,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rows [n, page_size, latent_dim + rope_dim] in dtype, page table int32 [R, P]): the
+    rows' pages out of fp8 planes, and where they now lie: row r's pages in entry r.
+
+    Args:
+        kv_pool_layer: fp8 planes, uint8 [num_pages, page bytes].
+        row_slots, seq_lens: int32 [R] on the host.
+
+    Raises:
+        KernelInputError: if shapes disagree or an index tensor is not int32.
+    """
+    expect_dtype("kv_pool_layer", kv_pool_layer, torch.uint8)
+    planes = latent_planes(kv_pool_layer, latent_dim, rope_dim)
+    expect_shape("seq_lens", seq_lens, tuple(row_slots.shape))
+    for name, index in (("row_slots", row_slots), ("seq_lens", seq_lens)):
+        expect_dtype(name, index, torch.int32)
+    pages = [-(-length // planes.page_size) for length in seq_lens.tolist()]
+    formats = (("out", format_of(dtype)),)
+    kernel = select_kernel(CallSignature("mla_expand_pages", kv_pool_layer.device.type, formats))
+    rows, table = kernel.fn(planes, page_table, row_slots, pages, dtype)
+    return rows, table

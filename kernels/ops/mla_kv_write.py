@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels.errors import KernelInputError
+from kernels.latent_planes import latent_planes
 from kernels.selection import select_kernel
 from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
 
@@ -34,7 +35,8 @@ def mla_kv_write(
         positions: int32 [T], below cos_sin's rows.
         cos_sin: fp32 [max_pos, rope_dim]: cos of the rope_dim / 2 angles, then their sin;
             pairs are (i, i + rope_dim / 2).
-        kv_pool_layer: [num_pages, page_size, latent_dim + rope_dim], kv_pool[:, layer], a view.
+        kv_pool_layer: [num_pages, page_size, latent_dim + rope_dim], kv_pool[:, layer], a view;
+            or fp8 planes, uint8 [num_pages, page bytes] (kernels/latent_planes.py).
         slot_mapping: int32 [T], page * page_size + offset.
 
     Raises:
@@ -46,7 +48,10 @@ def mla_kv_write(
     expect_shape("positions", positions, (num_tokens,))
     expect_shape("slot_mapping", slot_mapping, (num_tokens,))
     expect_shape("cos_sin", cos_sin, (None, rope_dim))
-    expect_shape("kv_pool_layer", kv_pool_layer, (None, None, width))
+    if kv_pool_layer.dtype == torch.uint8:
+        latent_planes(kv_pool_layer, norm_weight.shape[0], rope_dim)  # refuses other sizes
+    else:
+        expect_shape("kv_pool_layer", kv_pool_layer, (None, None, width))
     expect_dtype("positions", positions, torch.int32)
     expect_dtype("slot_mapping", slot_mapping, torch.int32)
     if rope_dim % 2:

@@ -20,3 +20,19 @@ def copy_latent_pages(kv_pool: torch.Tensor, copies: torch.Tensor) -> None:
     """One copy after another, in the order given."""
     for source, target, num_tokens in copies.tolist():
         kv_pool[target, :, :num_tokens] = kv_pool[source, :, :num_tokens]
+
+
+@register_kernel("copy_byte_pages", "reference", priority=Priority.REFERENCE)
+def copy_byte_pages(kv_pool: torch.Tensor, copies: torch.Tensor) -> None:
+    """One copy after another, in the order given; whole pages."""
+    for source, target, _ in copies.tolist():
+        kv_pool[target] = kv_pool[source]
+
+
+@register_kernel("move_pages", "reference", priority=Priority.REFERENCE)
+def move_pages(pool: torch.Tensor, pages: torch.Tensor, blob: torch.Tensor, is_out: bool) -> None:
+    """One gather or scatter."""
+    if is_out:
+        blob.copy_(pool[pages.long()])
+    else:
+        pool[pages.long()] = blob.to(pool.device)

@@ -23,19 +23,24 @@ from kernels.w4_layout import SCALE_CODES, TiledW4
 W4 = {"nvfp4", "mxfp4", "mxint4"}
 DENSE = {"bf16", "fp8_block"}
 WAYS = 4  # warps of a program
+MANY_WAYS = 8  # where the activation costs as much as the weights: sums of parts, several tokens
+DENSE_TOKENS = 8  # with more, torch's product is the faster one
 RowWeight = torch.Tensor | TiledW4 | Fp8Weight
 
 
-def _refuse_rows(call: CallSignature) -> str | None:
+def refuse_rows(call: CallSignature) -> str | None:
+    """Why the kernels of few tokens cannot run a linear layer, or None."""
     if not call.trait("small_batch"):
         return "it takes few tokens only"
+    if dict(call.formats)["weight"] in DENSE and not call.trait("up_to_8_tokens"):
+        return f"it takes up to {DENSE_TOKENS} tokens where weights are not 4-bit"
     if int(call.trait("num_rows")) % 16 or int(call.trait("num_cols")) % 32:
         return "it takes rows in sixteens and columns in thirty-twos"
     return None
 
 
 def _refuse_plain(call: CallSignature) -> str | None:
-    return "rows are interleaved" if call.trait("interleaved") else _refuse_rows(call)
+    return "rows are interleaved" if call.trait("interleaved") else refuse_rows(call)
 
 
 def _loads(num_tokens: int) -> int:
@@ -86,7 +91,7 @@ def _w4_rows(
     residual, num_tokens, x_stride, part_stride, eps = common
     loads = _loads(num_tokens)
     blocks = weight.num_cols // 64
-    most = 4 if loads == 16 and blocks > 8 * WAYS else 8
+    ways = MANY_WAYS if num_parts or loads == 8 else WAYS
     scale = SCALE_CODES[weight.format]
     pdl = use_pdl(x.device)
     w4_rows_kernel[(weight.num_rows // 16, triton.cdiv(num_tokens, loads))](
@@ -111,8 +116,8 @@ def _w4_rows(
         TOP_K=1,
         TOKENS=max(8, loads),
         LOADS=loads,
-        WAYS=WAYS,
-        KC=min(most, triton.next_power_of_2(triton.cdiv(blocks, WAYS))),
+        WAYS=ways,
+        KC=min(32 // ways, triton.next_power_of_2(triton.cdiv(blocks, ways))),
         PARTS=num_parts,
         NORMS=gain is not out,
         ADDS=residual is not out,
@@ -124,7 +129,7 @@ def _w4_rows(
         SCALE_ADD=scale.add,
         PORTABLE=x.device.type != "cuda",
         USE_PDL=pdl,
-        num_warps=WAYS,
+        num_warps=ways,
         num_stages=1,
         **_pdl(pdl),
     )
@@ -139,11 +144,13 @@ def _dense_rows(
     num_parts: int,
 ) -> None:
     residual, num_tokens, x_stride, part_stride, eps = common
-    loads = _loads(num_tokens)
+    loads = 1 if num_tokens == 1 else 8
     num_rows, num_cols = weight.shape
     is_scaled = isinstance(weight, Fp8Weight)
-    # What a thread keeps of weights: 128 registers at most, half where it fetches ahead or sums.
-    most = 1024 if loads == 16 or num_parts or num_cols > 2048 else 2048
+    # What a thread keeps of weights: 128 registers, half of that where it fetches ahead. Sums of
+    # parts want room, so that twice the warps share them.
+    most = 1024 if num_cols > 2048 else 2048
+    ways = MANY_WAYS if num_parts or is_scaled else WAYS
     pdl = use_pdl(x.device)
     dense_rows_kernel[(num_rows // 16, triton.cdiv(num_tokens, loads))](
         x,
@@ -158,16 +165,16 @@ def _dense_rows(
         eps,
         K=num_cols,
         N=num_rows,
-        TOKENS=max(8, loads),
+        TOKENS=8,
         LOADS=loads,
-        WAYS=WAYS,
-        COLS=max(256, min(most, triton.next_power_of_2(num_cols))),
+        WAYS=ways,
+        COLS=max(512, min(most, triton.next_power_of_2(num_cols))),
         PARTS=num_parts,
         NORMS=gain is not out,
         ADDS=residual is not out,
         SCALED=is_scaled,
         USE_PDL=pdl,
-        num_warps=WAYS,
+        num_warps=ways,
         num_stages=1,
         **_pdl(pdl),
     )
@@ -234,7 +241,7 @@ def linear_of_parts(parts: torch.Tensor, weight: RowWeight, residual: torch.Tens
     device="cuda",
     min_sm=(8, 9),
     formats={"x": {"bf16"}, "weight": W4},
-    refuses=_refuse_rows,
+    refuses=refuse_rows,
 )
 def swiglu_linear(
     x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, gate_up: TiledW4

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kernels._triton import HAS_GLUON_HOPPER, TensorDescriptor, gl, triton
+from kernels.latent_planes import latent_planes
 from kernels.mla_workspace import TILE_ROWS, MlaWorkspace
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
@@ -107,7 +108,7 @@ def _merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool)
     "triton",
     priority=Priority.PORTABLE,
     device="cuda",
-    formats={"q": {"bf16", "fp16", "fp32"}, "kv": {"bf16", "fp16", "fp32"}},
+    formats={"q": {"bf16", "fp16", "fp32"}, "kv": {"bf16", "fp16", "fp32", "fp8_planes"}},
     refuses=refuse_shapes,
 )
 def decode_portable(
@@ -121,14 +122,34 @@ def decode_portable(
     workspace: MlaWorkspace,
 ) -> torch.Tensor:
     """Split-KV Triton kernel, then the merge."""
+    out = attend_portable(
+        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, latent_dim, workspace
+    )
+    _merge(out, workspace, row_slots.shape[0], use_pdl(q.device))
+    return out
+
+
+def attend_portable(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    latent_dim: int,
+    workspace: MlaWorkspace,
+) -> torch.Tensor:
+    """As attend_hopper."""
     num_rows = row_slots.shape[0]
+    kv = pool_views(kv_pool_layer, latent_dim, q.shape[-1] - latent_dim)
+    is_fp8 = kv_pool_layer.dtype == torch.uint8
     rows = workspace.q_len * workspace.num_heads
-    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    block_m = min(64, max(64 if is_fp8 else 16, triton.next_power_of_2(rows)))
     out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
     pdl = use_pdl(q.device)
     mla_decode_kernel[(triton.cdiv(rows, block_m), workspace.num_parts)](
         q,
-        kv_pool_layer,
+        *(view for view, _ in kv),
         page_table,
         row_slots,
         seq_lens,
@@ -138,7 +159,7 @@ def decode_portable(
         workspace.partial_lse,
         num_rows,
         page_table.stride(0),
-        kv_pool_layer.stride(0),
+        *(stride for _, stride in kv),
         softmax_scale * _LOG2_E,
         H=workspace.num_heads,
         Q_LEN=workspace.q_len,
@@ -149,11 +170,26 @@ def decode_portable(
         BLOCK_M=block_m,
         TILE=TILE,
         STAGES=2,
+        FP8=is_fp8,
         USE_PDL=pdl,
         num_warps=8 if block_m == 64 else 4,
     )
-    _merge(out, workspace, num_rows, pdl)
     return out
+
+
+def pool_views(
+    kv_pool_layer: torch.Tensor, latent_dim: int, rope_dim: int
+) -> tuple[tuple[torch.Tensor, int], tuple[torch.Tensor, int], tuple[torch.Tensor, int]]:
+    """(latents, stride of a page in its elements), the same of scales and of rope parts; thrice
+    the pool itself where it has no planes."""
+    if kv_pool_layer.dtype != torch.uint8:
+        whole = (kv_pool_layer, kv_pool_layer.stride(0))
+        return whole, whole, whole
+    planes = latent_planes(kv_pool_layer, latent_dim, rope_dim)
+    values, scales, rope = (
+        (plane, plane.stride(0)) for plane in (planes.values, planes.scales, planes.rope)
+    )
+    return values, scales, rope
 
 
 def _descriptor(base: torch.Tensor, num_rows: int, width: int, columns: int) -> Any:
@@ -238,3 +274,105 @@ def attend_hopper(
         launch_pdl=pdl,
     )
     return out
+
+
+def refuse_fp8(call: CallSignature) -> str | None:
+    if call.trait("query_rows") not in range(1, 33):
+        return f"a row has {call.trait('query_rows')} query tokens times heads, it takes up to 32"
+    if not HAS_GLUON_HOPPER:
+        return "this triton has no Gluon"
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "wgmma exists on compute capability 9.x only"
+    if (call.trait("latent_dim"), call.trait("rope_dim")) != (512, 64):
+        return "it takes latent_dim 512 and rope_dim 64"
+    return refuse_shapes(call)
+
+
+@register_kernel(
+    "mla_decode",
+    "gluon_hopper_fp8",
+    priority=Priority.SPECIALIZED,
+    device="cuda",
+    min_sm=(9, 0),
+    formats={"q": {"bf16"}, "kv": {"fp8_planes"}},
+    refuses=refuse_fp8,
+)
+def decode_fp8(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    latent_dim: int,
+    workspace: MlaWorkspace,
+) -> torch.Tensor:
+    """Warp-specialised kernel of swapped operands, then the merge."""
+    out = attend_fp8(
+        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, latent_dim, workspace
+    )
+    _merge(out, workspace, row_slots.shape[0], True)
+    return out
+
+
+def attend_fp8(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    latent_dim: int,
+    workspace: MlaWorkspace,
+) -> torch.Tensor:
+    """As attend_hopper."""
+    from kernels.triton.mla_decode_fp8 import mla_decode_fp8_kernel
+
+    width = q.shape[-1]
+    planes = latent_planes(kv_pool_layer, latent_dim, width - latent_dim)
+    last_page = kv_pool_layer.shape[0] - 1
+    page_rows = kv_pool_layer.stride(0) // latent_dim
+    rope_page_rows = planes.rope.stride(0) // 64
+    rows = workspace.q_len * workspace.num_heads
+    num_columns = 16 if rows <= 16 else 32
+    out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
+    pdl = not workspace.plan_is_fresh  # see attend_hopper
+    workspace.plan_is_fresh = False
+    mla_decode_fp8_kernel[(workspace.num_parts,)](
+        _boxes(q, q.shape[0] * q.shape[1], width, num_columns, latent_dim // 2, 16),
+        _boxes(q, q.shape[0] * q.shape[1], width, num_columns, 64, 16),
+        _boxes(kv_pool_layer, last_page * page_rows + TILE, latent_dim, TILE, 128, 8),
+        _boxes(planes.rope, last_page * rope_page_rows + TILE, 64, TILE, 64, 16),
+        planes.scales,
+        page_table,
+        row_slots,
+        seq_lens,
+        workspace.plan,
+        out,
+        workspace.partial_out,
+        workspace.partial_lse,
+        page_table.stride(0),
+        page_rows,
+        rope_page_rows,
+        planes.scales.stride(0),
+        softmax_scale * _LOG2_E,
+        H=workspace.num_heads,
+        Q_LEN=workspace.q_len,
+        N=num_columns,
+        D=latent_dim,
+        NUM_PARTS=workspace.num_parts,
+        ROWS_PAD=workspace.num_blocks * TILE_ROWS,
+        TILE=TILE,
+        STAGES=2 if num_columns == 16 else 1,  # what shared memory has room for
+        num_warps=4,
+        launch_pdl=pdl,
+    )
+    return out
+
+
+def _boxes(
+    base: torch.Tensor, num_rows: int, width: int, box_rows: int, box_columns: int, bits: int
+) -> Any:
+    """A matrix [num_rows, width] from where `base` begins, read in boxes."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+    return TensorDescriptor(base, [num_rows, width], [width, 1], [box_rows, box_columns], layout)

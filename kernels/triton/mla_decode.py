@@ -16,6 +16,8 @@ from kernels._triton import gdc_launch_dependents, tl, triton
 def mla_decode_kernel(
     q,
     kv,
+    kv_scales,
+    kv_rope,
     page_table,
     row_slots,
     seq_lens,
@@ -26,6 +28,8 @@ def mla_decode_kernel(
     num_rows,
     page_table_stride,
     page_stride,
+    scale_page_stride,
+    rope_page_stride,
     scale_log2,
     H: tl.constexpr,
     Q_LEN: tl.constexpr,
@@ -36,10 +40,12 @@ def mla_decode_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    FP8: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Program (M block, part). q [rows * Q_LEN, H, D + R], kv [pages, TILE, D + R],
-    pages `page_stride` elements apart."""
+    pages `page_stride` elements apart. FP8: kv e4m3 [pages, TILE, D], kv_scales fp32 [pages, TILE,
+    D / 128], kv_rope [pages, TILE, R]; else those are not read."""
     ROWS: tl.constexpr = H * Q_LEN
     if USE_PDL:
         gdc_launch_dependents()  # they wait for this kernel's end before they read
@@ -70,11 +76,25 @@ def mla_decode_kernel(
         page = tl.load(pages + tile)
         for j in tl.range(tile, stop, num_stages=STAGES):
             base = kv + page.to(tl.int64) * page_stride
+            if FP8:
+                scale_base = kv_scales + page.to(tl.int64) * scale_page_stride
+                rope_base = kv_rope + page.to(tl.int64) * rope_page_stride
             page = tl.load(pages + tl.minimum(j + 1, stop - 1))
             # A page's unused tokens may hold anything, and 0 * NaN would reach the output.
             real = (j * TILE + t < seq_len)[:, None]
-            k_d = tl.load(base + t[:, None] * (D + R) + d[None, :], mask=real, other=0.0)
-            k_e = tl.load(base + t[:, None] * (D + R) + D + e[None, :], mask=real, other=0.0)
+            if FP8:
+                g = tl.arange(0, D // 128)
+                k_d = tl.load(base + t[:, None] * D + d[None, :], mask=real, other=0.0)
+                factor = tl.load(
+                    scale_base + t[:, None] * (D // 128) + g[None, :], mask=real, other=0.0
+                )
+                groups = tl.reshape(k_d.to(q_d.dtype), (TILE, D // 128, 128))
+                k_d = tl.reshape(groups * factor.to(q_d.dtype)[:, :, None], (TILE, D))
+                k_e = tl.load(rope_base + t[:, None] * R + e[None, :], mask=real, other=0.0)
+                k_e = k_e.to(q_d.dtype)
+            else:
+                k_d = tl.load(base + t[:, None] * (D + R) + d[None, :], mask=real, other=0.0)
+                k_e = tl.load(base + t[:, None] * (D + R) + D + e[None, :], mask=real, other=0.0)
             s = tl.dot(q_d, k_d.T)
             s = tl.dot(q_e, k_e.T, s)
             s = s * scale_log2

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What surrounds MLA decode in a layer, for a few tokens: absorption in front, the merge behind.
 
-Owns: queries -> absorbed queries (with rope, and this step's latents stored), and partial results
--> values of the heads. Does not know: attention itself (mla_decode*.py), the plan's making.
+Owns: queries -> absorbed queries (with rope, and this step's latents stored), partial results ->
+values of the heads, fp8 pages -> rows. Does not know: attention itself (mla_decode*.py), the plan's
+making.
 Weights are asked for before the kernel in front has ended (programmatic dependent launch).
 """
 
@@ -124,9 +125,10 @@ def mla_merge_values_kernel(
     BLOCK_D: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program (token, head, slice of D): merges the slice of all parts as mla_merge_kernel does,
-    rounds it, and multiplies it by its columns of w_uv [H, V, D]: fp32 [D / BLOCK_D, T, H * V],
-    to be summed by the reader. A row that one part held whole lies in `attended` [T, H, D]."""
+    """Program (token, head, slice of BLOCK_D latent columns): merges the slices of all parts as
+    mla_merge_kernel does, rounds them, and multiplies them by their columns of w_uv [H, V, D]: out
+    [D / BLOCK_D, T, H * V], to be summed by the reader where there are several. A row that one
+    part held whole lies in `attended` [T, H, D]."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     piece = tl.program_id(2)
@@ -141,17 +143,18 @@ def mla_merge_values_kernel(
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
-    merged = tl.zeros([BLOCK_D], tl.float32)
     if num > 1:
         slot = first + b
+        p = tl.arange(0, BLOCK_P)
         top = float("-inf")
         norm = 0.0
+        merged = tl.zeros([BLOCK_D], tl.float32)
         for p0 in range(0, num, BLOCK_P):
-            p = p0 + tl.arange(0, BLOCK_P)
-            live = p < num
-            lse = tl.load(partial_lse + (slot + p) * ROWS_PAD + r, mask=live, other=float("-inf"))
-            offsets = ((slot + p).to(tl.int64) * ROWS_PAD + r)[:, None] * D + d[None, :]
-            part = tl.load(partial_out + offsets, mask=live[:, None], other=0.0)
+            live = p0 + p < num
+            at = (slot + p0 + p).to(tl.int64) * ROWS_PAD + r
+            lse = tl.load(partial_lse + at, mask=live, other=float("-inf"))
+            part_at = partial_out + at[:, None] * D + d[None, :]
+            part = tl.load(part_at, mask=live[:, None], other=0.0)
             new_top = tl.maximum(top, tl.max(lse, axis=0))
             safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
             weight = tl.exp2(lse - safe_top)
@@ -162,6 +165,40 @@ def mla_merge_values_kernel(
         merged = merged * (1.0 / tl.where(norm > 0.0, norm, 1.0))
         merged = merged.to(attended.dtype.element_ty).to(tl.float32)
     else:
-        merged = tl.load(attended + (token.to(tl.int64) * H + head) * D + d).to(tl.float32)
+        row = attended + (token.to(tl.int64) * H + head) * D
+        merged = tl.load(row + d).to(tl.float32)
     values = tl.sum(w.to(tl.float32) * merged[None, :], axis=1)
-    tl.store(out + (piece * num_tokens + token).to(tl.int64) * (H * V) + head * V + v, values)
+    place = out + (piece * num_tokens + token).to(tl.int64) * (H * V) + head * V + v
+    tl.store(place, values.to(out.dtype.element_ty))
+
+
+@triton.jit
+def mla_expand_pages_kernel(
+    page_table,
+    values,
+    scales,
+    rope,
+    out,
+    page_stride,
+    scale_page_stride,
+    rope_page_stride,
+    PAGE: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Program i: page page_table[i] of fp8 planes -> out[i] [PAGE, C + R]."""
+    i = tl.program_id(0).to(tl.int64)
+    page = tl.load(page_table + i).to(tl.int64)
+    t = tl.arange(0, PAGE)
+    c = tl.arange(0, C)
+    e = tl.arange(0, R)
+    g = tl.arange(0, C // 128)
+    kind: tl.constexpr = out.dtype.element_ty
+    coded = tl.load(values + page * page_stride + t[:, None] * C + c[None, :])
+    factor = tl.load(scales + page * scale_page_stride + t[:, None] * (C // 128) + g[None, :])
+    groups = tl.reshape(coded.to(kind), (PAGE, C // 128, 128))
+    latents = tl.reshape(groups * factor.to(kind)[:, :, None], (PAGE, C))
+    place = out + (i * PAGE + t)[:, None] * (C + R)
+    tl.store(place + c[None, :], latents)
+    keys = tl.load(rope + page * rope_page_stride + t[:, None] * R + e[None, :])
+    tl.store(place + C + e[None, :], keys.to(kind))

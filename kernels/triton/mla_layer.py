@@ -9,15 +9,28 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import triton
+from kernels.latent_planes import LatentPlanes
 from kernels.mla_workspace import TILE_ROWS, MlaWorkspace
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
-from kernels.triton.linear import RowWeight, linear_of_parts
-from kernels.triton.mla import attend_hopper, refuse_hopper, use_pdl
-from kernels.triton.mla_decode_parts import mla_absorb_kernel, mla_merge_values_kernel
+from kernels.triton.linear import RowWeight, linear_add, linear_of_parts, refuse_rows
+from kernels.triton.mla import (
+    attend_fp8,
+    attend_hopper,
+    pool_views,
+    refuse_fp8,
+    refuse_hopper,
+    use_pdl,
+)
+from kernels.triton.mla_decode_parts import (
+    mla_absorb_kernel,
+    mla_expand_pages_kernel,
+    mla_merge_values_kernel,
+)
 
 # Slices of the latent whose values the output projection sums: each costs it another read.
 VALUE_PARTS = 4
+_OUT = {"fp32", "bf16", "fp16"}
 
 
 def _is_power_of_two(size: int) -> bool:
@@ -39,7 +52,7 @@ def _refuse_absorb(call: CallSignature) -> str | None:
     "triton",
     priority=Priority.PERFORMANT,
     device="cuda",
-    formats={"q": {"bf16", "fp16"}, "kv": {"bf16", "fp16"}},
+    formats={"q": {"bf16", "fp16"}, "kv": {"bf16", "fp16", "fp8_planes"}},
     refuses=_refuse_absorb,
 )
 def mla_absorb(
@@ -57,6 +70,8 @@ def mla_absorb(
     num_heads, nope_dim, latent_dim = w_uk.shape
     num_tokens, rope_dim = q.shape[0], cos_sin.shape[1]
     out = torch.empty(num_tokens, num_heads, latent_dim + rope_dim, dtype=q.dtype, device=q.device)
+    views = pool_views(kv_pool_layer, latent_dim, rope_dim)
+    (latents, latent_stride), (scales, scale_stride), (ropes, rope_stride) = views
     cols = max(16, latent_dim // 4)
     chunks = latent_dim // cols
     pdl = use_pdl(q.device)
@@ -66,9 +81,9 @@ def mla_absorb(
         norm_weight,
         positions,
         cos_sin,
-        kv_pool_layer,
-        kv_pool_layer,
-        kv_pool_layer,
+        latents,
+        ropes,
+        scales,
         slot_mapping,
         w_uk,
         out,
@@ -76,18 +91,18 @@ def mla_absorb(
         q.stride(0),
         q.stride(1),
         kv.stride(0),
-        kv_pool_layer.stride(0),
-        0,
-        0,
+        latent_stride,
+        rope_stride,
+        scale_stride,
         eps,
         H=num_heads,
         NOPE=nope_dim,
         C=latent_dim,
         R=rope_dim,
-        PAGE=kv_pool_layer.shape[1],
+        PAGE=ropes.shape[1],
         TOKENS=16,
         COLS=cols,
-        FP8=False,
+        FP8=kv_pool_layer.dtype == torch.uint8,
         USE_PDL=pdl,
         num_warps=4,
         num_stages=1,
@@ -99,15 +114,23 @@ def mla_absorb(
 def merge_values(
     attended: torch.Tensor, workspace: MlaWorkspace, num_rows: int, w_uv: torch.Tensor
 ) -> torch.Tensor:
-    """Partial results of the workspace -> fp32 [VALUE_PARTS, T, H * V], to be summed."""
+    """Partial results of the workspace -> values [T, H * V]; with one token, to fill the GPU, fp32
+    [VALUE_PARTS, 1, H * V], to be summed."""
     num_tokens, num_heads, latent_dim = attended.shape
     v_dim = w_uv.shape[1]
+    groups = VALUE_PARTS if num_tokens == 1 else 1
     out = torch.empty(
-        VALUE_PARTS, num_tokens, num_heads * v_dim, dtype=torch.float32, device=attended.device
+        groups,
+        num_tokens,
+        num_heads * v_dim,
+        dtype=torch.float32 if groups > 1 else attended.dtype,
+        device=attended.device,
     )
     pdl = use_pdl(attended.device)
-    block_p = triton.next_power_of_2(triton.cdiv(workspace.num_parts, num_rows))
-    mla_merge_values_kernel[(num_tokens, num_heads, VALUE_PARTS)](
+    # All parts of a row at once where registers have room: another round waits for memory again.
+    most = 128 if groups > 1 else 32
+    block_p = triton.next_power_of_2(triton.cdiv(workspace.num_parts, num_rows) + 1)
+    mla_merge_values_kernel[(num_tokens, num_heads, groups)](
         attended,
         workspace.partial_out,
         workspace.partial_lse,
@@ -122,34 +145,32 @@ def merge_values(
         D=latent_dim,
         V=v_dim,
         NUM_PARTS=workspace.num_parts,
-        BLOCK_P=min(64, max(4, block_p)),
-        BLOCK_D=latent_dim // VALUE_PARTS,
+        BLOCK_P=min(most, max(4, block_p)),
+        BLOCK_D=latent_dim // groups,
         USE_PDL=pdl,
-        num_warps=8,
+        num_warps=16,
+        num_stages=1,
         **({"launch_pdl": True} if pdl else {}),
     )
-    return out
+    return out if groups > 1 else out[0]
 
 
 def _refuse_output(call: CallSignature) -> str | None:
-    if not call.trait("small_batch"):
-        return "it takes few tokens only"
     if not _is_power_of_two(int(call.trait("v_dim"))):
         return f"v_dim is {call.trait('v_dim')}, it takes a power of two"
-    if int(call.trait("num_rows")) % 16 or int(call.trait("num_cols")) % 32:
-        return "it takes rows in sixteens and columns in thirty-twos"
-    return refuse_hopper(call)
+    takes_planes = dict(call.formats)["kv"] == "fp8_planes"
+    return refuse_rows(call) or (refuse_fp8(call) if takes_planes else refuse_hopper(call))
 
 
 @register_kernel(
     "mla_output",
-    "gluon_hopper",
+    "three_launches",
     priority=Priority.SPECIALIZED,
     device="cuda",
     min_sm=(9, 0),
     formats={
         "q": {"bf16"},
-        "kv": {"bf16"},
+        "kv": {"bf16", "fp8_planes"},
         "weight": {"bf16", "nvfp4", "mxfp4", "mxint4", "fp8_block"},
     },
     refuses=_refuse_output,
@@ -167,7 +188,8 @@ def mla_output(
     residual: torch.Tensor,
 ) -> torch.Tensor:
     """Attention; merge and up-projection; output projection and residual: three launches."""
-    attended = attend_hopper(
+    attend = attend_fp8 if kv_pool_layer.dtype == torch.uint8 else attend_hopper
+    attended = attend(
         q,
         kv_pool_layer,
         page_table,
@@ -177,5 +199,46 @@ def mla_output(
         workspace.latent_dim,
         workspace,
     )
-    parts = merge_values(attended, workspace, row_slots.shape[0], w_uv)
-    return linear_of_parts(parts, out_weight, residual)
+    values = merge_values(attended, workspace, row_slots.shape[0], w_uv)
+    if values.dim() == 2:
+        return linear_add(values, out_weight, residual)
+    return linear_of_parts(values, out_weight, residual)
+
+
+@register_kernel(
+    "mla_expand_pages", "triton", priority=Priority.PORTABLE, device="cuda", formats={"out": _OUT}
+)
+def mla_expand_pages(
+    planes: LatentPlanes,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    pages_of_rows: list[int],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch a row: a program decodes a page."""
+    num_rows, most = len(pages_of_rows), max(pages_of_rows)
+    page_size, latent_dim = planes.values.shape[1:]
+    width = latent_dim + planes.rope.shape[2]
+    out = torch.empty(sum(pages_of_rows), page_size, width, dtype=dtype, device=page_table.device)
+    counting = torch.arange(most, dtype=torch.int32, device=page_table.device)
+    table = counting.repeat(num_rows, 1)
+    at = 0
+    for row, (slot, num) in enumerate(zip(row_slots.tolist(), pages_of_rows, strict=True)):
+        table[row] += at
+        if num:
+            mla_expand_pages_kernel[(num,)](
+                page_table[slot],
+                planes.values,
+                planes.scales,
+                planes.rope,
+                out[at:],
+                planes.values.stride(0),
+                planes.scales.stride(0),
+                planes.rope.stride(0),
+                PAGE=page_size,
+                C=latent_dim,
+                R=width - latent_dim,
+                num_warps=8,
+            )
+        at += num
+    return out, table

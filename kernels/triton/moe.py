@@ -32,7 +32,7 @@ from kernels.w4_layout import SCALE_CODES, TiledW4
 # experts that two tokens share.
 UNSORTED_TOKENS = 4
 # Up to so many tokens a program takes 16 weight rows at once instead of 64 in a pipeline.
-ROW_TOKENS = 4
+ROW_TOKENS = 2
 MAX_ARRIVALS = 4096  # engine.max_slots goes no higher
 _arrivals: dict[torch.device, torch.Tensor] = {}
 

@@ -10,6 +10,7 @@ results do not depend on the batch.
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.quick_launch import quick_launch
 
 
 @triton.jit
@@ -81,6 +82,7 @@ def _choose(
     tl.store(topk_weights + row * WIDTH + slot, weights, mask=keep)
 
 
+@quick_launch
 @triton.jit
 def moe_topk_kernel(
     logits,
@@ -202,6 +204,7 @@ def moe_norm_route_kernel(
         )
 
 
+@quick_launch
 @triton.jit(do_not_specialize=["num_pairs", "max_items"])
 def moe_align_kernel(
     topk_ids,
@@ -254,6 +257,7 @@ def moe_align_kernel(
         gdc_launch_dependents()
 
 
+@quick_launch
 @triton.jit
 def moe_combine_kernel(
     parts,
@@ -267,6 +271,7 @@ def moe_combine_kernel(
 ):
     """Program (token, columns): out = sum of the token's TOP_K rows of parts (+ shared)."""
     if USE_PDL:
+        gdc_launch_dependents()  # they wait for this kernel's end before they read
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -277,5 +282,3 @@ def moe_combine_kernel(
     if HAS_SHARED:
         acc += tl.load(shared + row * N + n, mask=keep, other=0.0).to(tl.float32)
     tl.store(out + row * N + n, acc.to(out.dtype.element_ty), mask=keep)
-    if USE_PDL:
-        gdc_launch_dependents()

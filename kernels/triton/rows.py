@@ -12,7 +12,7 @@ import torch
 
 from kernels._triton import triton
 from kernels.registry import Priority, register_kernel
-from kernels.triton.mla import use_pdl
+from kernels.triton.mla import pool_views, use_pdl
 from kernels.triton.row_kernels import mla_kv_write_kernel, rms_norm_kernel, silu_and_mul_kernel
 
 _FLOATS = {"fp32", "bf16", "fp16"}
@@ -103,7 +103,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     "triton",
     priority=Priority.PORTABLE,
     device="cuda",
-    formats={"q": _FLOATS, "kv": _FLOATS},
+    formats={"q": _FLOATS, "kv": {*_FLOATS, "u8"}},
 )
 def mla_kv_write(
     q_rope: torch.Tensor,
@@ -121,22 +121,24 @@ def mla_kv_write(
     pdl = use_pdl(q_rope.device)
     if not num_tokens:
         return
+    views = pool_views(kv_pool_layer, latent_dim, rope_dim)
+    (latents, latent_stride), (scales, scale_stride), (ropes, rope_stride) = views
     mla_kv_write_kernel[(num_tokens, 2)](
         q_rope,
         kv,
         norm_weight,
         positions,
         cos_sin,
-        kv_pool_layer,
-        kv_pool_layer,
-        kv_pool_layer,
+        latents,
+        ropes,
+        scales,
         slot_mapping,
         q_rope.stride(0),
         q_rope.stride(1),
         kv.stride(0),
-        kv_pool_layer.stride(0),
-        0,
-        0,
+        latent_stride,
+        rope_stride,
+        scale_stride,
         eps,
         H=num_heads,
         H_PAD=triton.next_power_of_2(num_heads),
@@ -144,8 +146,8 @@ def mla_kv_write(
         C_PAD=triton.next_power_of_2(latent_dim),
         R=rope_dim,
         R_PAD=triton.next_power_of_2(rope_dim),
-        PAGE=kv_pool_layer.shape[1],
-        FP8=False,
+        PAGE=ropes.shape[1],
+        FP8=kv_pool_layer.dtype == torch.uint8,
         USE_PDL=pdl,
         num_warps=4,
         **_pdl(pdl),

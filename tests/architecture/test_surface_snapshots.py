@@ -43,6 +43,7 @@ FIELDS = [
     "engine.model",
     "engine.load_format",
     "engine.dtype",
+    "engine.kv_dtype",
     "engine.weights",
     "engine.device",
     "engine.num_threads",

@@ -82,10 +82,16 @@ def _served(config: EngineConfig, run_dir: Path) -> list[list[int]]:
     return [answer.ids for answer in said]
 
 
-@pytest.mark.parametrize("weights", ["bf16", "nvfp4", "mxfp4", "mxint4"])
-def test_graphs_give_the_bits_that_eager_runs_give(tmp_path: Path, weights: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "kv_dtype"),
+    [("bf16", "auto"), ("nvfp4", "auto"), ("mxfp4", "auto"), ("mxint4", "auto"), ("nvfp4", "fp8")],
+)
+def test_graphs_give_the_bits_that_eager_runs_give(
+    tmp_path: Path, weights: str, kv_dtype: str
+) -> None:
+    settings = {"device": "cuda", "kv_dtype": kv_dtype}
     runners = [
-        build_model_runner(_config(tmp_path, weights, device="cuda", eager=eager))
+        build_model_runner(_config(tmp_path, weights, eager=eager, **settings))
         for eager in (False, True)
     ]
     drivers = [PagedDriver(runner, seed=1) for runner in runners]
@@ -122,14 +128,19 @@ def test_logits_on_the_gpu_are_near_those_of_the_host(tmp_path: Path) -> None:
     DeepseekV3ForCausalLM(DeepseekV3Config(**settings)).save_pretrained(tmp_path / "plain")
     config = replace(dummy, model=str(tmp_path / "plain"), load_format="auto")
     found = []
-    for changes in ({"device": "cpu", "dtype": "float32"}, {"device": "cuda"}):
+    for changes in (
+        {"device": "cpu", "dtype": "float32"},
+        {"device": "cuda"},
+        {"device": "cuda", "kv_dtype": "fp8"},
+    ):
         driver = PagedDriver(build_model_runner(replace(config, **changes)), seed=2)
         row = driver.open(1)
         logits = [driver.step([(row, _ids(300, 7))])[0]]
         logits += [driver.step([(row, [token])])[0] for token in _ids(6, 8)]
         found.append(torch.stack(logits))
-    similarity = torch.nn.functional.cosine_similarity(found[0], found[1], dim=1)
-    assert float(similarity.min()) > 0.99, similarity
+    for on_gpu in found[1:]:
+        similarity = torch.nn.functional.cosine_similarity(found[0], on_gpu, dim=1)
+        assert float(similarity.min()) > 0.99, similarity
 
 
 @pytest.mark.parametrize(("past", "new"), [(0, 5), (0, 300), (1000, 200), (63, 65)])
