@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -87,6 +89,35 @@ def test_a_directory_that_hangs_holds_no_start_up(tmp_path: Path) -> None:
         threading.Event().wait(0.02)
     assert store.put(KEYS, pages(KEYS)) == [True] * 3
     store.close()
+
+
+WITHOUT_LIBRARY = """
+import json, pathlib, socket, sys
+sys.modules["mooncake"] = None  # as where no wheel is installed
+from kvtiers.stores import StoreSpec, open_store
+listener = socket.create_server(("127.0.0.1", 0))
+run_dir = pathlib.Path(sys.argv[1])
+owner = f"127.0.0.1:{listener.getsockname()[1]}"
+(run_dir / "mooncake.json").write_text(json.dumps({"owner": owner}))
+store = open_store(
+    StoreSpec(
+        kind="mooncake", layout_fingerprint="00" * 16, object_bytes=1000, run_dir=str(run_dir)
+    )
+)
+print(store.status().reason)
+"""
+
+
+def test_without_the_library_mooncake_is_down_and_says_what_to_install(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARY, str(tmp_path)],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.startswith("mooncake cannot be loaded:"), result.stderr
+    assert "moorage[mooncake]" in result.stdout
 
 
 @pytest.mark.parametrize(
