@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from appliance.cli_admin import doctor, quota
+from appliance.cli_admin import doctor, quota, top
 from appliance.cli_leases import leases
 from appliance.cli_options import VERSION, Settings, fail, with_settings
 from appliance.cli_sessions import cache, sessions
@@ -151,6 +151,7 @@ main.add_command(leases)
 main.add_command(tiers)
 main.add_command(quota)
 main.add_command(doctor)
+main.add_command(top)
 
 if __name__ == "__main__":
     main()

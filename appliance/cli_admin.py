@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`moorage quota` and `moorage doctor`: limits of tenants, and what is wrong with the appliance.
+"""`moorage quota`, `doctor` and `top`: limits of tenants, what is wrong, what goes on now.
 
 Does not know: how the answers come about.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
 from typing import Any
 from urllib.parse import quote
 
@@ -65,6 +68,47 @@ def doctor(settings: Settings, as_json: bool) -> None:
             hint = f" ({found['hint']})" if found.get("hint") else ""
             click.echo(f"{found['level']:8} {found['part']}: {found['text']}{hint}")
     raise SystemExit(1 if report["status"] == "failed" else 0)
+
+
+@click.command()
+@click.option("--every", default=2.0, show_default=True, help="Seconds between looks.")
+@click.option("--once", is_flag=True, help="Look once, do not refresh.")
+@json_option
+@with_settings
+def top(settings: Settings, every: float, once: bool, as_json: bool) -> None:
+    """Watch what runs now: requests, pages, tokens a second, and the sessions in a turn."""
+    before: dict[str, Any] | None = None
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            stats = ask(settings, "GET", "/admin/engine/stats")["stats"]
+            running = ask(settings, "GET", "/v1/sessions", params={"status": "running"})["data"]
+            _print_top(stats, before, running, every, as_json)
+            before = stats
+            if once:
+                return
+            time.sleep(every)
+            if not as_json:
+                click.clear()
+
+
+def _print_top(
+    stats: dict[str, Any],
+    before: dict[str, Any] | None,
+    running: list[dict[str, Any]],
+    every_s: float,
+    as_json: bool,
+) -> None:
+    rate = (stats["output_tokens"] - before["output_tokens"]) / every_s if before else None
+    if as_json:
+        shown = {"stats": stats, "tokens_per_s": rate, "running": running}
+        return click.echo(json.dumps(shown))
+    click.echo(
+        f"{stats['running']:.0f} running, {stats['waiting']:.0f} waiting, "
+        f"{'-' if rate is None else f'{rate:.0f}'} tokens/s, "
+        f"{stats['free_pages']:.0f} of {stats['num_pages']:.0f} pages free"
+    )
+    rows = [[s["id"], s["current_turn"], s["num_tokens"], s["usage"]["output"]] for s in running]
+    print_table(["session", "turn", "tokens", "output so far"], rows)
 
 
 def _path(tenant: str) -> str:

@@ -117,7 +117,7 @@ def sessions_explain(settings: Settings, session_id: str, which: str, as_json: b
         "cached": {tier: cache.get(f"cached_{tier}") for tier in ("l1", "l2", "l3")},
         "computed": cache.get("computed"),
         "miss": cache.get("miss"),
-        "timings": turn.get("timings", {}),
+        "waited_ms": _waits(turn),
     }
     if as_json:
         return print_json(facts)
@@ -293,6 +293,19 @@ def _print_nodes(children: dict[int, list[dict[str, Any]]], parent_id: int, dept
             f"{node['num_pages']} pages{users}  {text}"
         )
         _print_nodes(children, node["node_id"], depth + 1)
+
+
+def _waits(turn: dict[str, Any]) -> dict[str, float]:
+    """Where the time of a turn went: until it was admitted, its prompt, its answer."""
+    timings = turn.get("timings", {})
+    queued, first = timings.get("queued_ms"), timings.get("first_token_ms")
+    waits = {} if queued is None else {"queued": round(queued, 1)}
+    if first is not None:
+        waits["prefill"] = round(first - (queued or 0.0), 1)
+    if "finished_at" in turn:
+        total = 1000 * (turn["finished_at"] - turn["created_at"])
+        waits["answer"] = round(max(0.0, total - (first or 0.0)), 1)
+    return waits
 
 
 def _turn_cells(turn: dict[str, Any]) -> list[Any]:

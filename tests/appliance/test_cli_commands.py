@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from appliance.cli import main
 from appliance.supervisor import ADMIN_KEY_FILE, STATE_FILE
-from tests.fakes.appliance import Json, RunningApp, says
+from tests.fakes.appliance import Json, RunningApp, says, sse_events
 
 TEXT = "a question long enough to fill a page or two of the cache " * 8
 
@@ -112,6 +112,30 @@ def test_top_is_by_byte_seconds_and_the_tree_can_be_narrowed(app: RunningApp) ->
         assert as_json(app, "cache", "tree", *narrowed)["object"] == "cache.tree"
     result = run(app, "cache", "tree", "--session", "sess_x")
     assert result.exit_code == 1 and "session_not_found" in result.stderr
+
+
+def test_top_shows_what_runs_now(app: RunningApp) -> None:
+    session_id = app.session()
+    app.engine.pause()
+    body = {"input": "x", "stream": True}
+    with app.http.stream("POST", f"/v1/sessions/{session_id}/turns", json=body) as reply:
+        events = sse_events(reply)
+        next(e for e in events if e["type"] == "turn.cache")
+        shown = out(app, "top", "--once")
+        assert "1 running" in shown and session_id in shown
+        app.engine.resume()
+        list(events)
+    assert as_json(app, "top", "--once")["running"] == []
+
+
+def test_explain_says_where_the_wait_went(app: RunningApp) -> None:
+    session_id = app.session()
+    app.engine.prefill_s = 0.2
+    turn = app.turn(session_id, "x")
+    waited = as_json(app, "sessions", "explain", session_id)["waited_ms"]
+    assert waited["prefill"] >= 190
+    total = 1000 * (turn["finished_at"] - turn["created_at"])
+    assert sum(waited.values()) == pytest.approx(total, abs=max(30.0, total / 4))
 
 
 def test_tail_follows_a_session_to_its_end(app: RunningApp) -> None:
