@@ -7,7 +7,7 @@ Does not know: steps' tensors, grammars, peers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -35,14 +35,22 @@ from engine.transport import pack_ids, unpack_ids
 MAX_TOKENS = (1 << 31) - 1
 MAX_TREE_NODES = 10_000
 MAX_HOLD_MS = 1 << 40
+# The slowest that the scheduler reckons with; a machine that stood still measures more.
+MOST_PAGE_US = 1e9
+MOST_TOKEN_US = 1e4
 
 
 def build_scheduler(
-    config: EngineConfig, runner: ModelRunner, *, num_l2_pages: int = 0, use_l3: bool = False
+    config: EngineConfig,
+    runner: ModelRunner,
+    *,
+    num_l2_pages: int = 0,
+    use_l3: bool = False,
+    log: BinaryIO | None = None,
 ) -> Scheduler:
-    """A scheduler for the pages and limits of `runner`, which logs its inputs if told to.
+    """A scheduler for the pages and limits of `runner`; it writes its inputs to `log`.
 
-    Raises: ValueError naming the field; OSError where the log cannot be written.
+    Raises: ValueError naming the field.
     """
     limits = SchedulerConfig(
         page_size=runner.page_size,
@@ -56,9 +64,7 @@ def build_scheduler(
         probe_l3=use_l3,
         l3_wait_ms=config.tiers.l3_wait_ms,
     )
-    if config.tiers.record_inputs:
-        # Open for as long as the scheduler lives.
-        log = Path(config.tiers.record_inputs).open("wb")  # noqa: SIM115
+    if log is not None:
         return RecordingScheduler(limits, log)
     return Scheduler(limits)
 
@@ -119,9 +125,9 @@ class ControlPlane:
         if self._tiers is not None:
             l2_us, l3_us = self._tiers.measured_costs()
             self._scheduler.set_costs(
-                l2_us_per_page=l2_us,
-                l3_us_per_page=l3_us,
-                prefill_us_per_token=prefill_us_per_token,
+                l2_us_per_page=min(l2_us, MOST_PAGE_US),
+                l3_us_per_page=min(l3_us, MOST_PAGE_US),
+                prefill_us_per_token=min(prefill_us_per_token, MOST_TOKEN_US),
             )
 
     def finish_tiers(self, requests: Sequence[Request], timeout_s: float) -> None:

@@ -13,6 +13,8 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
 import zmq
 
@@ -104,7 +106,7 @@ class EngineServer:
             keeper: what a process that outlives this one keeps for it.
             store: used as L3 instead of the configured one.
 
-        Raises: ConfigError where the configured tiers cannot be.
+        Raises: ConfigError where the configured tiers cannot be; OSError for the inputs' log.
         """
         keeper = keeper if keeper is not None else Keeper()
         self._config = config
@@ -115,8 +117,13 @@ class EngineServer:
         outbox = Outbox(self._socket, self._hello(runner))
         counters = Counters()
         lower = build_lower_tiers(config, runner, wake.set, l2_fd=keeper.l2_fd, store=store)
+        self._log = _open_log(config.tiers.record_inputs)
         scheduler = build_scheduler(
-            config, runner, num_l2_pages=lower.num_l2_pages, use_l3=lower.has_l3
+            config,
+            runner,
+            num_l2_pages=lower.num_l2_pages,
+            use_l3=lower.has_l3,
+            log=self._log,
         )
         control = ControlPlane(scheduler, outbox)
         leases = LeaseDesk(scheduler, outbox)
@@ -246,6 +253,8 @@ class EngineServer:
             self._compiler.close()
             self._socket.close()
             self._wake.close()
+            if self._log is not None:
+                self._log.close()
 
     def _hello(self, runner: ModelRunner) -> api.EngineHello:
         return api.EngineHello(
@@ -256,6 +265,11 @@ class EngineServer:
             page_size=runner.page_size,
             num_pages=runner.num_pages,
         )
+
+
+def _open_log(path: str) -> BinaryIO | None:
+    """The file that the scheduler's inputs go to, if they are wanted. Raises: OSError."""
+    return Path(path).open("wb") if path else None
 
 
 def _now_ms() -> int:

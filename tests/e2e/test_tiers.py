@@ -20,7 +20,7 @@ TEXTS = [
     f"Round {place}. " + " ".join(f"{word} {place * 31 + i}" for i in range(40))
     for place, word in enumerate(("apple", "brook", "candle", "drum"))
 ]
-KEYS = {"undisturbed": "k1", "killed": "k2", "other": "k3"}
+KEYS = {"undisturbed": "k1", "killed": "k2"}
 
 
 class TieredAppliance(Appliance):
@@ -34,7 +34,7 @@ class TieredAppliance(Appliance):
         "--set", f"engine.tiers.l3_quota_bytes={512 << 20}",
         "--set", "engine.tiers.l3_wait_ms=5000",
         "--set", "server.hang_s=3",
-        "--set", 'server.api_keys={ k1 = "one", k2 = "two", k3 = "three" }',
+        "--set", 'server.api_keys={ k1 = "one", k2 = "two" }',
     ]  # fmt: skip
 
     def use(self, conversation: str) -> None:
@@ -45,10 +45,17 @@ class TieredAppliance(Appliance):
         return [self.state["pids"][name] for name in names]
 
     def kill_all(self, *names: str) -> None:
-        """kill -9 of several processes in one moment, and wait for those that come after."""
+        """kill -9 of several processes in one moment, and wait for those that come after.
+
+        An engine that hangs is left to whoever watches it.
+        """
         before = self.pids("engine", "api")
-        for pid in self.pids(*names):
-            os.kill(pid, signal.SIGKILL)
+        if "engine hangs" in names:
+            os.kill(self.state["pids"]["engine"], signal.SIGSTOP)
+            names = tuple(name.removesuffix(" hangs") for name in names)
+        for name in names:
+            if name != "engine" or not is_stopped(self.state["pids"][name]):
+                os.kill(self.state["pids"][name], signal.SIGKILL)
         if "supervisor" in names:
             self.process.wait(30)
             for pid in before:
@@ -87,6 +94,10 @@ class TieredAppliance(Appliance):
         return dict(stats)
 
 
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
 def wait_gone(pid: int) -> None:
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists():
@@ -115,7 +126,7 @@ def text_of(turn: Json) -> str:
 def test_after_any_death_the_next_turn_finds_its_pages_and_says_the_same(
     tiered: TieredAppliance,
 ) -> None:
-    """kill -9 of the API process, of it and the engine, and of everything, the supervisor too."""
+    """kill -9 of the API process, of it beside an engine that hangs, and of everything."""
     tiered.use("undisturbed")
     calm = tiered.session()
     want = [text_of(say(tiered, calm, place)) for place in range(4)]
@@ -126,7 +137,7 @@ def test_after_any_death_the_next_turn_finds_its_pages_and_says_the_same(
     said = [text_of(first)]
     tiers_used = []
     for place, victims in enumerate(
-        (["api"], ["engine", "api"], ["supervisor", "engine", "api"]), start=1
+        (["api"], ["engine hangs", "api"], ["supervisor", "engine", "api"]), start=1
     ):
         known = int(tiered.get(f"/v1/sessions/{session_id}")["num_tokens"])
         tiered.admin("POST", "/admin/tiers/drain")
@@ -142,19 +153,6 @@ def test_after_any_death_the_next_turn_finds_its_pages_and_says_the_same(
         tiered.check_pages()
     assert said == want
     assert [min(tiers) for tiers in tiers_used] == ["l1", "l2", "l3"]
-
-
-def test_an_engine_that_hangs_is_killed_and_its_successor_goes_on(tiered: TieredAppliance) -> None:
-    tiered.use("other")
-    session_id = tiered.session()
-    say(tiered, session_id, 0)
-    (pid,) = tiered.pids("engine")
-    os.kill(pid, signal.SIGSTOP)
-    wait_gone(pid)
-    tiered.wait_ready()
-    tiered.use("other")
-    turn = say(tiered, session_id, 1)
-    assert turn["status"] in ("completed", "incomplete") and turn["x_cache"]["l2"] > 0
 
 
 def test_the_commands_show_drain_and_check_the_tiers(tiered: TieredAppliance) -> None:

@@ -10,13 +10,19 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from _scheduler import Scheduler, SchedulerConfig
 from engine import api
 from engine.client import EngineClient
 from engine.config import TiersConfig
+from engine.loop.control_plane import ControlPlane
 from engine.loop.heart import Keeper
+from engine.loop.outbox import Outbox
+from engine.loop.replay import read_log, replay
+from engine.loop.tier_plane import TierPlane
 from engine.transport import pack_ids
 from kvtiers.host_pool import PoolShape
 from kvtiers.host_region import make_region_fd
@@ -312,3 +318,39 @@ def test_what_is_forgotten_leaves_the_store_too(tmp_path: Path) -> None:
         assert len(store.objects) == 0
 
     serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, store=store), work)
+
+
+def test_a_machine_that_stood_still_is_no_cost_that_breaks_the_engine() -> None:
+    class Stalled:
+        """Measured while nothing got any time."""
+
+        def measured_costs(self) -> tuple[float, float]:
+            return 1e15, 1e15
+
+    limits = SchedulerConfig(
+        page_size=4, num_pages=8, max_slots=2, max_context_len=16, num_l2_pages=4
+    )
+    control = ControlPlane(Scheduler(limits), cast(Outbox, None))
+    control.attach_tiers(cast(TierPlane, Stalled()))
+    control.tell_costs(1e12)
+
+
+def test_the_inputs_of_the_scheduler_can_be_logged_and_replayed(tmp_path: Path) -> None:
+    """Moves, acks, probes and measured costs among them."""
+    log = tmp_path / "inputs.jsonl"
+
+    async def work(client: EngineClient) -> None:
+        prompts = [prompt_of(seed, 33) for seed in range(5)]
+        for wave in range(2):
+            for seed, prompt in enumerate(prompts):
+                await ask(client, f"{wave}-{seed}", prompt)
+        await client.move_prefix(pack_ids(prompts[0]), "l3")
+        await settled(client)
+
+    tiers = TiersConfig(l2_bytes=l2_bytes(24), l3_wait_ms=2000, record_inputs=str(log))
+    engine = LiveEngine(
+        str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=make_store()
+    )
+    serve(engine, work)
+    report = replay(read_log(log.read_bytes().splitlines()))
+    assert report.first_difference == 0 and report.num_plans > 20

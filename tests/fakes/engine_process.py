@@ -14,16 +14,22 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class EngineProcess:
-    """`python -m engine.process` with a configuration; a context manager."""
+    """`python -m engine.process` with a configuration; a context manager.
 
-    def __init__(self, config: EngineConfig) -> None:
+    l2_fd: shared memory that outlives it.
+    """
+
+    def __init__(self, config: EngineConfig, l2_fd: int | None = None) -> None:
         self.config = config
+        self.l2_fd = l2_fd
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> EngineProcess:
+        keeper = ["--l2-fd", str(self.l2_fd)] if self.l2_fd is not None else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine.process", "--config-json", "-"],
+            [sys.executable, "-m", "engine.process", "--config-json", "-", *keeper],
             cwd=REPOSITORY,
+            pass_fds=() if self.l2_fd is None else (self.l2_fd,),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
