@@ -90,8 +90,20 @@ class SessionService:
         return turn_view.session_wire(stored)
 
     async def get(self, tenant: str | None, session_id: str) -> dict[str, Any]:
-        session = await self._services.store.get(session_id, tenant=tenant)
-        return turn_view.session_wire(session, self._services.clock_ms())
+        """Return a session, and where limits are set, what its tenant has used of them."""
+        services = self._services
+        session = await services.store.get(session_id, tenant=tenant)
+        wire = turn_view.session_wire(session, services.clock_ms())
+        quota = await services.quota_of(session.tenant)
+        if quota.max_sessions or quota.max_tokens:
+            usage = await services.store.tenant_usage(session.tenant)
+            wire["quota"] = {
+                "max_sessions": quota.max_sessions or None,
+                "max_tokens": quota.max_tokens or None,
+                "sessions": usage.num_sessions,
+                "tokens": usage.num_tokens,
+            }
+        return wire
 
     async def list(self, query: ListQuery) -> dict[str, Any]:
         """Return one page, newest first."""

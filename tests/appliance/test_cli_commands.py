@@ -75,6 +75,8 @@ def test_quotas_are_shown_set_and_count(app: RunningApp) -> None:
     assert "100000" in shown and "its own" in shown
     refused = app.post(f"/v1/sessions/{session_id}/turns", {"input": "x"})
     assert app.error(refused)[:2] == (429, "kv_quota_exceeded")
+    seen = app.get(f"/v1/sessions/{session_id}").json()["quota"]
+    assert (seen["max_sessions"], seen["max_tokens"]) == (100000, 1) and seen["tokens"] > 1
     again = as_json(app, "quota", "set", "default", "--tokens", "default")
     assert (again["max_sessions"], again["max_tokens"]) == (100000, 0)
     assert app.turn(session_id, "x")["status"] == "completed"
