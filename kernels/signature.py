@@ -57,11 +57,16 @@ def expect_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...])
     Raises:
         KernelInputError: naming the argument, its shape and the allowed one.
     """
-    actual = tuple(tensor.shape)
-    wrong_rank = len(actual) != len(shape)
-    if wrong_rank or any(w is not None and w != a for a, w in zip(actual, shape, strict=True)):
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise KernelInputError(name, list(actual), f"shape [{wanted}]")
+    actual = tensor.shape
+    if len(actual) == len(shape):
+        # A plain loop: a step makes hundreds of these checks.
+        for got, want in zip(actual, shape, strict=True):
+            if want is not None and want != got:
+                break
+        else:
+            return
+    wanted = ", ".join("any" if want is None else str(want) for want in shape)
+    raise KernelInputError(name, list(actual), f"shape [{wanted}]")
 
 
 def expect_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:

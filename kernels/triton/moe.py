@@ -101,6 +101,7 @@ def route(
         E=routing.num_experts,
         E_PAD=triton.next_power_of_2(routing.num_experts),
         TOP_K=routing.top_k,
+        NUM_SHARED=0,
         GROUPS=routing.num_groups,
         GROUPS_KEPT=routing.groups_kept,
         SIGMOID=routing.score == "sigmoid",

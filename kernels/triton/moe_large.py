@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches of the W4 mixture of experts for many tokens (moe_w4_hopper.py). Does not know: the
-kernels' insides.
+"""Launches of routing and of the W4 mixture of experts for many tokens (moe_w4_hopper.py). Does not
+know: the kernels' insides.
 
 Pairs are sorted by expert and their tokens' rows gathered once, so that a weight is expanded once
 for up to 256 tokens. Grids follow from shapes alone.
@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from kernels._triton import HAS_GLUON_HOPPER, triton
+from kernels.moe_routing import MoeRouting
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
 from kernels.triton.mla_prefill import descriptor, num_processors
 from kernels.triton.moe_gather import moe_gather_kernel
-from kernels.triton.moe_route import moe_align_kernel, moe_combine_kernel
+from kernels.triton.moe_route import moe_align_kernel, moe_combine_kernel, moe_topk_kernel
+from kernels.triton.rows import rms_norm
 from kernels.w4_layout import SCALE_CODES, TiledW4
 
 ITEM_TOKENS = 256
@@ -35,6 +37,60 @@ def _refuse(call: CallSignature) -> str | None:
     if any(int(call.trait(name)) % 128 for name in ("hidden", "intermediate")):
         return "hidden and intermediate sizes are not multiples of 128"
     return None
+
+
+def _refuse_route(call: CallSignature) -> str | None:
+    if call.trait("num_tokens_up_to_64"):
+        return "it takes more than 64 tokens"
+    if int(call.trait("chosen")) > 16:
+        return "it takes up to 16 experts a token, shared ones included"
+    return None
+
+
+@register_kernel(
+    "moe_norm_route",
+    "triton_large",
+    priority=Priority.PERFORMANT,
+    device="cuda",
+    formats={"x": {"bf16", "fp16", "fp32"}},
+    refuses=_refuse_route,
+)
+def norm_route_large(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    router: torch.Tensor,
+    bias: torch.Tensor | None,
+    routing: MoeRouting,
+    num_shared: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norm, scores in fp32, choice with the shared experts behind it."""
+    num_tokens = x.shape[0]
+    shape = (num_tokens, routing.top_k + num_shared)
+    ids = torch.empty(shape, dtype=torch.int32, device=x.device)
+    weights = torch.empty(shape, dtype=torch.float32, device=x.device)
+    normed = rms_norm(x, norm_weight, eps)
+    logits = torch.nn.functional.linear(normed.float(), router)
+    moe_topk_kernel[(num_tokens,)](
+        logits,
+        bias if bias is not None else weights,
+        ids,
+        weights,
+        routing.scale,
+        E=routing.num_experts,
+        E_PAD=triton.next_power_of_2(routing.num_experts),
+        TOP_K=routing.top_k,
+        NUM_SHARED=num_shared,
+        GROUPS=routing.num_groups,
+        GROUPS_KEPT=routing.groups_kept,
+        SIGMOID=routing.score == "sigmoid",
+        HAS_BIAS=bias is not None,
+        GROUP_TOP2=routing.group_score == "top2",
+        RENORMALISE=routing.renormalise,
+        USE_PDL=False,
+        num_warps=1,
+    )
+    return normed, ids, weights
 
 
 def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

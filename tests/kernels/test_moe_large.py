@@ -35,6 +35,32 @@ wanted = x[[2, 0, 1, 2]].view(4, 3, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(4, 4
 assert torch.equal(out, wanted), out
 print("ok")
 """
+# Against the composition of plain ops; shared experts follow the chosen ones.
+_ROUTE = """
+import torch
+from kernels.moe_routing import MoeRouting
+from kernels.reference.moe import moe_route
+from kernels.reference.norm import rms_norm
+from kernels.triton.moe_large import norm_route_large
+torch.manual_seed(0)
+x, norm = torch.randn(5, 32), torch.rand(32) + 0.5
+for routing, bias, num_shared in (
+    (MoeRouting(num_experts=12, top_k=3), None, 2),
+    (MoeRouting(num_experts=16, top_k=4, score="sigmoid", num_groups=4, groups_kept=2,
+                group_score="top2", renormalise=True, scale=2.5), torch.randn(16) * 0.1, 1),
+    (MoeRouting(num_experts=8, top_k=2), None, 0),
+):
+    router = torch.randn(routing.num_experts, 32)
+    normed, ids, weights = norm_route_large(x, norm, 1e-6, router, bias, routing, num_shared)
+    torch.testing.assert_close(normed, rms_norm(x, norm, 1e-6))
+    wanted_ids, wanted = moe_route(normed @ router.T, bias, routing)
+    assert torch.equal(ids[:, : routing.top_k], wanted_ids)
+    torch.testing.assert_close(weights[:, : routing.top_k], wanted, rtol=1e-5, atol=1e-6)
+    behind = torch.arange(routing.num_experts, routing.num_experts + num_shared)
+    assert torch.equal(ids[:, routing.top_k :].long(), behind.expand(5, -1))
+    assert (weights[:, routing.top_k :] == 1).all()
+print("ok")
+"""
 
 
 def _run(arguments: list[str], **environment: str) -> str:
@@ -51,6 +77,10 @@ def _run(arguments: list[str], **environment: str) -> str:
 
 def test_rows_are_gathered_by_expert_with_columns_in_the_order_of_the_tensor_core() -> None:
     assert _run(["-c", _GATHER], TRITON_INTERPRET="1") == "ok\n"
+
+
+def test_routing_of_many_tokens_agrees_with_norm_scores_and_choice() -> None:
+    assert _run(["-c", _ROUTE], TRITON_INTERPRET="1") == "ok\n"
 
 
 @pytest.mark.slow
