@@ -17,6 +17,7 @@ import sys
 import time
 
 import numpy as np
+from numpy.typing import NDArray
 
 from _scheduler import SchedulerConfig
 from tests.fakes.scheduler_sim import Harness, TierMover, ToyModel, random_tokens
@@ -26,6 +27,7 @@ STEPS_A_RUN = 1000
 
 def random_config(rng: random.Random) -> SchedulerConfig:
     num_l2_pages = rng.choice([0, 1, 5, 20, 100])
+    use_l3 = num_l2_pages > 0 and rng.random() < 0.5
     return SchedulerConfig(
         page_size=rng.choice([1, 2, 4, 8]),
         num_pages=rng.choice([8, 12, 20, 40, 100]),
@@ -35,7 +37,11 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         eviction=rng.choice(["value", "lru"]),
         lease_percent=rng.choice([0, 50, 100]),
         num_l2_pages=num_l2_pages,
-        use_l3=num_l2_pages > 0 and rng.random() < 0.5,
+        use_l3=use_l3,
+        num_l3_pages=rng.choice([15, 1 << 20]),
+        probe_l3=use_l3 and rng.random() < 0.5,
+        l3_wait_ms=rng.choice([0, 5, 50]),
+        max_preemptions=rng.choice([0, 2]),
     )
 
 
@@ -51,6 +57,7 @@ class Walk:
         if config.num_l2_pages:
             self.harness.mover = TierMover(config, self.harness.device, rng)
             self.harness.mover.loss = rng.choice([0.0, 0.1])
+        self.harness.sends_at_once = False
         self.history: list[list[int]] = [[0]]
 
     def submit(self) -> None:
@@ -67,8 +74,10 @@ class Walk:
             rng.randrange(1, min(most, 30) + 1),
             tenant=rng.choice(["a", "b"]),
             priority=rng.choice([0, 1]),
+            expected_return=rng.random(),
             num_draft_tokens=rng.choice([0, 0, 2]),
-            remote_prefill=rng.random() < 0.1,
+            remote_prefill=(kind := rng.random()) < 0.1,
+            send_kv=kind > 0.9,
         )
         self.history = [*self.history[-19:], job.prompt]
 
@@ -84,12 +93,35 @@ class Walk:
         elif dice < 0.40 and harness.live:
             harness.fail_next = {rng.choice(sorted(harness.live))}
         elif dice < 0.44:
-            harness.scheduler.move(tokens, rng.choice(["l1", "l2", "none"]))
+            tiers = ["l1", "l2", "none"] + ["l3"] * self.config.use_l3
+            harness.scheduler.move(tokens, rng.choice(tiers))
         elif dice < 0.47:
-            until = harness.now_ms + 40
-            harness.scheduler.lease(lease_id=rng.randrange(4), token_ids=tokens, until_ms=until)
+            self.lease(tokens)
+        elif dice < 0.50:
+            until = [rng.choice([0, harness.now_ms + rng.randrange(40)]) for _ in range(3)]
+            harness.scheduler.hint_prefix(
+                tokens,
+                rng.random(),
+                l1_until_ms=until[0],
+                l2_until_ms=until[1],
+                l3_until_ms=until[2],
+            )
+        elif dice < 0.51:
+            speeds = dict(l2_us_per_page=rng.random(), l3_us_per_page=rng.random() * 9)
+            harness.scheduler.set_costs(**speeds, prefill_us_per_token=rng.choice([0, 1, 5]))
+        elif dice < 0.55 and harness.sends:
+            harness.end_send(rng.choice(sorted(harness.sends)), ok=rng.random() < 0.7)
         elif dice < 0.7 and harness.remote:
             harness.end_remote(rng.choice(sorted(harness.remote)), ok=rng.random() < 0.7)
+
+    def lease(self, tokens: NDArray[np.int32]) -> None:
+        tiers = ["l1"] + ["l2"] * (self.config.num_l2_pages > 0) + ["l3"] * self.config.use_l3
+        self.harness.scheduler.lease(
+            lease_id=self.rng.randrange(4),
+            token_ids=tokens,
+            until_ms=self.harness.now_ms + 40,
+            tier=self.rng.choice(tiers),
+        )
 
     def run(self, steps: int) -> None:
         harness = self.harness
@@ -97,6 +129,7 @@ class Walk:
             self.disturb()
             harness.step()
             harness.check()
+        harness.sends_at_once = True
         for _ in range(100_000):
             if not harness.live:
                 break

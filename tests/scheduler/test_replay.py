@@ -14,7 +14,7 @@ import pytest
 
 import _scheduler as cpp
 from engine.loop import replay as log
-from tests.fakes.scheduler_sim import Harness, ToyModel, random_tokens
+from tests.fakes.scheduler_sim import Harness, TierMover, ToyModel, random_tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,6 +59,103 @@ def record_run(seed: int, steps: int = 250) -> bytes:
     return out.getvalue()
 
 
+def record_tiers(seed: int, steps: int = 300) -> tuple[bytes, dict[str, int]]:
+    """A busy run over three tiers: every call and event there is, some transfers late or lost."""
+    rng = random.Random(seed)
+    config = cpp.SchedulerConfig(
+        page_size=2,
+        num_pages=14,
+        max_slots=3,
+        max_context_len=36,
+        token_budget=10,
+        attention_len=16,
+        num_l2_pages=12,
+        use_l3=True,
+        num_l3_pages=20,
+        probe_l3=True,
+        l3_wait_ms=4,
+        lease_percent=80,
+    )
+    out = io.BytesIO()
+    scheduler = log.RecordingScheduler(config, out)
+    harness = Harness(config, ToyModel(vocab=3), overlap=seed % 2 == 0, scheduler=scheduler)
+    harness.mover = TierMover(config, harness.device, rng)
+    harness.mover.loss = 0.05
+    history = [[1]]
+    for _ in range(steps):
+        harness.now_ms += rng.randrange(4)
+        tokens = np.array(rng.choice(history), np.int32)
+        dice = rng.random()
+        if dice < 0.4 and len(harness.live) < 10:
+            prompt = rng.choice(history)[:12] + random_tokens(rng, rng.randrange(1, 8), 3)
+            history.append(prompt)
+            harness.submit(
+                prompt,
+                rng.randrange(1, 10),
+                priority=rng.randrange(2),
+                tenant=rng.choice("ab"),
+                expected_return=rng.random(),
+                send_kv=(kind := rng.random()) < 0.15,
+                remote_prefill=kind > 0.85,
+                l3_wait_ms=rng.choice([-1, 0, 9]),
+            )
+        elif dice < 0.5:
+            scheduler.move(tokens, rng.choice(["l1", "l2", "l3", "none"]))
+        elif dice < 0.56:
+            scheduler.lease(
+                lease_id=rng.randrange(4),
+                token_ids=tokens,
+                until_ms=harness.now_ms + 20,
+                tier=rng.choice(["l1", "l2", "l3"]),
+            )
+        elif dice < 0.62:
+            until = [harness.now_ms + rng.randrange(9) for _ in range(3)]
+            scheduler.hint_prefix(
+                tokens,
+                rng.random(),
+                l1_until_ms=until[0],
+                l2_until_ms=until[1],
+                l3_until_ms=until[2],
+            )
+        elif dice < 0.65:
+            scheduler.set_costs(
+                l2_us_per_page=rng.random(), l3_us_per_page=9 * rng.random(), prefill_us_per_token=1
+            )
+        elif dice < 0.8 and harness.remote:
+            harness.end_remote(rng.choice(sorted(harness.remote)), ok=rng.random() < 0.7)
+        harness.step()
+    while harness.live:
+        for request_id in sorted(harness.remote):
+            harness.end_remote(request_id, ok=True)
+        harness.now_ms += 1
+        harness.step()
+    return out.getvalue(), harness.check()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_call_over_three_tiers_replays_to_identical_results(seed: int) -> None:
+    raw, stats = record_tiers(seed)
+    for name in ("preemptions", "probes", "declined_pages", "loaded_pages", "transfers_lost"):
+        assert stats[name] > 0, name
+    records = log.read_log(raw.splitlines())
+    events = [event for r in records if isinstance(r, log.Advanced) for event in r.events]
+    kinds = {type(event) for event in events} | {type(record) for record in records}
+    assert kinds >= {
+        log.Moved,
+        log.Leased,
+        log.Hinted,
+        log.Costs,
+        log.AckRecord,
+        log.ProbeRecord,
+        log.SendRecord,
+    }
+    report = log.replay(records)
+    assert report.first_difference == 0
+    moved = next(i for i, r in enumerate(records) if isinstance(r, log.Moved))
+    records[moved].digest += "?"  # type: ignore[union-attr]
+    assert log.replay(records).first_difference == moved + 1
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_recorded_run_replays_to_identical_plans(seed: int) -> None:
     records = log.read_log(record_run(seed).splitlines())
@@ -68,7 +165,15 @@ def test_a_recorded_run_replays_to_identical_plans(seed: int) -> None:
 
 
 def test_four_mirrored_ranks_make_the_same_plans() -> None:
-    records = log.read_log(record_run(seed=42, steps=600).splitlines())
+    mirror(log.read_log(record_run(seed=42, steps=600).splitlines()))
+
+
+def test_four_mirrored_ranks_over_three_tiers_make_the_same_plans() -> None:
+    mirror(log.read_log(record_tiers(seed=43, steps=500)[0].splitlines()))
+
+
+def mirror(records: list[log.Record]) -> None:
+    """Make the calls on four schedulers at once."""
     first = records[0]
     assert isinstance(first, log.Configured)
     ranks = [cpp.Scheduler(cpp.SchedulerConfig(**first.values)) for _ in range(4)]  # type: ignore[arg-type]
