@@ -12,18 +12,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from appliance import turn_view
 from appliance.errors import ApiError, as_api_error
 from appliance.turn_events import TurnEvents
 from appliance.turn_preparation import Ask
-from appliance.turn_record import abandoned, cancelled_unbegun
+from appliance.turn_record import DEADLINE, abandoned, cancelled_unbegun
 from appliance.turn_run import TERMINAL_EVENT
 from sessions.errors import SessionError
 from sessions.store import SessionStore
-from sessions.turn_log import PendingTurn, Record
+from sessions.turn_log import INCOMPLETE, PendingTurn, Record
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class TurnQueue:
     wait_idle: Callable[[str], Awaitable[None]]
     _waiting: dict[str, deque[WaitingTurn]] = field(default_factory=dict)
     _workers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _timers: set[asyncio.Task[None]] = field(default_factory=set)
 
     def first(self, session_id: str) -> str | None:
         """Return the id of the turn of this session that has waited longest."""
@@ -81,6 +82,7 @@ class TurnQueue:
         turn.events.emit("turn.created", {"turn": turn.wire()})
         turn.events.emit("turn.queued", {"position": len(queue) + 1})
         queue.append(turn)
+        self._arm_deadline(turn)
         if session_id not in self._workers:
             self._workers[session_id] = asyncio.create_task(self._serve(session_id))
 
@@ -91,10 +93,34 @@ class TurnQueue:
 
     async def cancel(self, turn: WaitingTurn) -> None:
         """Take a turn that is not beginning out of its queue. Raises: SessionError."""
-        record = cancelled_unbegun(turn.pending, self.clock_ms())
+        await self._end(turn, cancelled_unbegun(turn.pending, self.clock_ms()))
+
+    async def _end(self, turn: WaitingTurn, record: Record) -> None:
         await self.store.end_queued(turn.pending.session_id, record)
         self._take_out(turn)
         self._tell(turn, record)
+
+    def _arm_deadline(self, turn: WaitingTurn) -> None:
+        if turn.pending.deadline_ms is None:
+            return
+        spent_ms = self.clock_ms() - turn.pending.created_at_ms
+        wait_s = max(0.0, (turn.pending.deadline_ms - spent_ms) / 1000)
+        timer = asyncio.create_task(self._end_late(turn, wait_s))
+        self._timers.add(timer)
+        timer.add_done_callback(self._timers.discard)
+
+    async def _end_late(self, turn: WaitingTurn, wait_s: float) -> None:
+        """End a turn whose deadline passes while it waits."""
+        await asyncio.sleep(wait_s)
+        queue = self._waiting.get(turn.pending.session_id, ())
+        if turn.is_beginning or turn not in queue:
+            return
+        unbegun = cancelled_unbegun(turn.pending, self.clock_ms())
+        record = replace(unbegun, status=INCOMPLETE, incomplete_reason=DEADLINE)
+        try:
+            await self._end(turn, record)
+        except SessionError as problem:  # it ends at its begin
+            logger.warning("deadline of a waiting turn not stored: %s", problem)
 
     async def cancel_all(self, session_id: str) -> None:
         """Empty a session's queue (it is being closed). Raises: SessionError."""
@@ -104,7 +130,7 @@ class TurnQueue:
 
     async def close(self) -> None:
         """Begin no further turn here; those that wait stay in the store for who comes next."""
-        for worker in self._workers.values():
+        for worker in (*self._workers.values(), *self._timers):
             worker.cancel()
         await asyncio.gather(*self._workers.values(), return_exceptions=True)
         for queue in self._waiting.values():

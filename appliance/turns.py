@@ -116,6 +116,8 @@ class TurnService:
         No turn: the room takes long to make, and the turn has to wait for it.
         """
         turn_id = waiting.turn_id if waiting is not None else None
+        if waiting is not None:  # its deadline has run since it was accepted
+            now_ms = waiting.pending.created_at_ms
         session = await self._room.before_turn(session, ask.body.input)
         log = await self._services.store.read_log(session)
         pending: PendingTurn | None = None
@@ -140,7 +142,7 @@ class TurnService:
         ask: Ask,
         waiting: WaitingTurn | None,
     ) -> str:
-        now_ms = pending.created_at_ms
+        now_ms = self._services.clock_ms()
         expect_revision = session.revision if ask.body.expect_revision is not None else None
         claimed = session.begin_turn(pending, now_ms, expect_revision=expect_revision)
         journals = self._services.journals

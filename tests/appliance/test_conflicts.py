@@ -165,3 +165,17 @@ def test_an_interrupt_that_expects_the_right_revision_runs_behind_what_it_stoppe
     assert (turn["status"], turn["revision"]) == ("completed", 2)
     assert follow(app, session_id, first)[-1]["type"] == "turn.cancelled"
     assert texts(app, session_id) == ["one", "two"]
+
+
+def test_the_deadline_of_a_turn_runs_while_it_waits(app: RunningApp) -> None:
+    app.engine.pause()
+    session_id = app.session(on_conflict="queue")
+    first = start(app, session_id, "one")
+    path = f"/v1/sessions/{session_id}/turns"
+    body = {"input": "two", "deadline_ms": 200}
+    late = app.post(path, body).json()
+    assert (late["status"], late["reason"], late["committed"]) == ("incomplete", "deadline", False)
+    app.engine.resume()
+    assert follow(app, session_id, first)[-1]["type"] == "turn.completed"
+    assert texts(app, session_id) == ["one"]
+    assert app.get(f"{path}/{late['id']}").json() == late

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
+import time
 from pathlib import Path
 
 import httpx
 
+from sessions.ttl import Sweeper
 from tests.fakes.appliance import RunningApp, says, sse_events
 
 TEXT = "a question long enough to fill a page or two of the cache " * 8
@@ -114,3 +117,19 @@ def test_a_resume_without_an_engine_leaves_the_session_usable(tmp_path: Path) ->
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             turn = pool.submit(app.turn, session_id, "and?")
             assert turn.result()["cache"]["miss"]["missed_tokens"] < 64
+
+
+def test_an_expired_session_gives_its_kv_back(tmp_path: Path) -> None:
+    with RunningApp(tmp_path, says("Hello there.")) as app:
+        session_id, _ = with_history(app)
+        ids = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
+        store = app.services.store
+        sweeper = Sweeper(store, lambda: app.services.clock_ms() + 8 * 86_400_000, retention_ms=1)
+        done = asyncio.run_coroutine_threadsafe(sweeper.sweep(), app.loop).result(10)
+        assert done.expired == (session_id,)
+        deadline = time.monotonic() + 10
+        while (hit := app.engine._hit(ids, "", len(ids))).l1 >= 64:
+            assert time.monotonic() < deadline, hit
+            time.sleep(0.01)
+        gone = app.post(f"/v1/sessions/{session_id}/resume")
+        assert app.error(gone)[:2] == (410, "session_expired")
