@@ -50,13 +50,18 @@ class Asked:
     num_recalled: int
     recalled_tokens: int
     input_tokens: int = 0
-    cached_tokens: int | None = None
+    cache: api.CacheHit | None = None
     output_tokens: int = 0
     finish_reason: str | None = None
 
     def note_cache(self, hit: api.CacheHit) -> None:
         """The engine has said where the prompt's tokens were."""
-        self.cached_tokens = hit.l1 + hit.l2 + hit.l3
+        self.cache = hit
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """None: the engine has not begun."""
+        return None if self.cache is None else self.cache.l1 + self.cache.l2 + self.cache.l3
 
     def note_end(self, output_tokens: int, finish_reason: str) -> None:
         """The answer is whole."""
@@ -65,6 +70,14 @@ class Asked:
 
     def as_wire(self) -> dict[str, Any]:
         """Return the object that the API answers with."""
+        usage: dict[str, Any] = {
+            "input_tokens": self.input_tokens,
+            "recalled_tokens": self.recalled_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+        }
+        if self.cache is not None:
+            usage["x_cache"] = {"l1": self.cache.l1, "l2": self.cache.l2, "l3": self.cache.l3}
         return {
             "id": self.request_id,
             "created_at": self.at_ms // 1000,
@@ -72,12 +85,7 @@ class Asked:
             "known_messages": self.num_known,
             "branches_at": self.num_known if self.is_branch else None,
             "recalled_messages": self.num_recalled,
-            "usage": {
-                "input_tokens": self.input_tokens,
-                "recalled_tokens": self.recalled_tokens,
-                "cached_tokens": self.cached_tokens,
-                "output_tokens": self.output_tokens,
-            },
+            "usage": usage,
             "finish_reason": self.finish_reason,
         }
 

@@ -37,7 +37,7 @@ _table: list[str] = []
 class ScriptedAppliance:
     """`moorage serve` with a scripted model, and what its model was asked."""
 
-    def __init__(self, folder: Path, family: str) -> None:
+    def __init__(self, folder: Path, family: str, more: Sequence[str]) -> None:
         self.model = write_scripted_model(folder / "model", family)
         self.log = folder / "log"
         settings = [
@@ -50,6 +50,7 @@ class ScriptedAppliance:
             "engine.dtype=float32",
             "engine.token_budget=8192",
             f"engine.kv_pool_tokens={KV_POOL_TOKENS}",
+            *(setting.format(folder=folder) for setting in more),
         ]
         command = [sys.executable, "-m", "tests.fakes.scripted_model_serve", *settings]
         with self.log.open("wb") as log:
@@ -102,10 +103,11 @@ class ScriptedAppliance:
 
 
 @contextlib.contextmanager
-def serving(family: str) -> Iterator[ScriptedAppliance]:
+def serving(family: str, *more: str) -> Iterator[ScriptedAppliance]:
+    """An appliance with `more` settings, in which `{folder}` is a folder of its own."""
     # Not pytest's tmp_path: the names of sockets below must stay short.
     with tempfile.TemporaryDirectory(prefix="moorage-agents-") as folder:
-        running = ScriptedAppliance(Path(folder), family)
+        running = ScriptedAppliance(Path(folder), family, more)
         try:
             yield running
         finally:
@@ -115,6 +117,20 @@ def serving(family: str) -> Iterator[ScriptedAppliance]:
 @pytest.fixture(scope="session")
 def served() -> Iterator[ScriptedAppliance]:
     with serving(DEFAULT_FAMILY) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def served_small() -> Iterator[ScriptedAppliance]:
+    """A device pool that one long conversation fills, with a host tier and a store below it."""
+    settings = (
+        "engine.max_context_len=32768",
+        "engine.kv_pool_tokens=32768",
+        "engine.tiers.l2_bytes=16777216",
+        "engine.tiers.l3=file",
+        "engine.tiers.l3_dir={folder}/l3",
+    )
+    with serving(DEFAULT_FAMILY, *settings) as running:
         yield running
 
 

@@ -68,6 +68,7 @@ def test_each_turn_recalls_all_that_was_there_before_it(app: RunningApp) -> None
         known = before["usage"]["input_tokens"] + num_sampled
         assert after["usage"]["recalled_tokens"] == known
         assert after["usage"]["cached_tokens"] >= 0.99 * known
+        assert sum(after["usage"]["x_cache"].values()) == after["usage"]["cached_tokens"]
         assert after["finish_reason"] == "tool_calls"
 
 
