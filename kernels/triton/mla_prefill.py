@@ -120,16 +120,26 @@ def _run(
     return out
 
 
-def _refuse_portable(call: CallSignature) -> str | None:
+def _refuse_shapes(call: CallSignature) -> str | None:
     rope_dim = int(call.trait("rope_dim"))
     sizes = (int(call.trait("head_dim")) - rope_dim, rope_dim, int(call.trait("v_dim")))
     if any(size < 16 or size & (size - 1) for size in sizes):
         return f"nope, rope and value sizes are {sizes}, it takes powers of two from 16 on"
-    if int(call.trait("page_size")) & 63 and 64 % int(call.trait("page_size")):
+    if 64 % int(call.trait("page_size")):
         return f"page_size is {call.trait('page_size')}, it takes powers of two up to 64"
     if not call.trait("page_is_dense", False):
         return "tokens of a page do not lie one behind the other"
     return None
+
+
+def _refuse_portable(call: CallSignature) -> str | None:
+    # 128 queries and three stages of 64 tokens of 192 / 128 take 168 KB of shared memory.
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        return "shared memory suffices on compute capability 9.x and 10.x only"
+    sizes = (call.trait("head_dim"), call.trait("v_dim"))
+    if int(sizes[0]) > 192 or int(sizes[1]) > 128:
+        return f"head and value sizes are {sizes}, it takes up to (192, 128)"
+    return _refuse_shapes(call)
 
 
 def _refuse_hopper(call: CallSignature) -> str | None:
@@ -142,7 +152,7 @@ def _refuse_hopper(call: CallSignature) -> str | None:
         return f"head, value and rope sizes are {dims}, it takes (192, 128, 64)"
     if not call.trait("q_is_dense", False):
         return "heads of a query do not lie one behind the other, or rows are not 16-byte aligned"
-    return _refuse_portable(call)
+    return _refuse_shapes(call)
 
 
 @register_kernel(
@@ -150,7 +160,7 @@ def _refuse_hopper(call: CallSignature) -> str | None:
     "triton",
     priority=Priority.PERFORMANT,
     device="cuda",
-    min_sm=(8, 0),
+    min_sm=(9, 0),
     formats={"q": {"bf16"}, "kv": {"bf16"}},
     refuses=_refuse_portable,
 )
