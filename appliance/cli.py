@@ -16,9 +16,10 @@ from typing import Any
 import click
 
 from appliance.cli_admin import doctor, quota, top
+from appliance.cli_cache import cache
 from appliance.cli_leases import leases
 from appliance.cli_options import VERSION, Settings, fail, with_settings
-from appliance.cli_sessions import cache, sessions
+from appliance.cli_sessions import sessions
 from appliance.cli_tiers import tiers
 from appliance.typed_toml import to_plain
 

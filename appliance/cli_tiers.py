@@ -10,8 +10,9 @@ from typing import Any
 
 import click
 
+from appliance.cli_cache import cache
 from appliance.cli_options import Settings, with_settings
-from appliance.cli_sessions import ask, cache, json_option, print_json, print_table
+from appliance.cli_sessions import ask, json_option, print_json, print_table
 
 MIB = 1 << 20
 

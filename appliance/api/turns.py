@@ -57,7 +57,7 @@ async def create_turn(
     if body.stream:
         return await _stream(context, caller, session_id, turn_id, 0)
     try:
-        turn = await or_client_gone(request, context.turns.wait(caller, session_id, turn_id))
+        turn = await or_client_gone(request, context.turns.reader.wait(caller, session_id, turn_id))
     except ClientGone:
         return JSONResponse({}, status_code=499)
     return _final_answer(turn)
@@ -72,7 +72,7 @@ async def list_turns(session_id: str, context: Context, caller: Caller) -> Any:
 @router.get("/{turn_id}")
 async def get_turn(session_id: str, turn_id: str, context: Context, caller: Caller) -> Any:
     """Return a turn: its status, or its items and usage once it has ended."""
-    return await context.turns.get(caller, session_id, turn_id)
+    return await context.turns.reader.get(caller, session_id, turn_id)
 
 
 @router.get("/{turn_id}/events", response_model=None)
@@ -85,7 +85,7 @@ async def turn_events(
     starting_after: int | None = None,
 ) -> Any:
     """Replay a turn's events above a sequence number, then follow it live."""
-    events = await context.turns.events(caller, session_id, turn_id)
+    events = await context.turns.reader.events(caller, session_id, turn_id)
     return _event_stream(context, events, cursor_of(request, starting_after))
 
 
@@ -110,12 +110,12 @@ async def _stream(
     context: ApiContext, caller: str | None, session_id: str, turn_id: str, after: int
 ) -> Any:
     try:
-        events = await context.turns.events(caller, session_id, turn_id)
+        events = await context.turns.reader.events(caller, session_id, turn_id)
     except ApiError as error:
         if error.code != "events_expired":
             raise
         # An old Idempotency-Key: its turn is told by the one event that says it all.
-        turn = await context.turns.get(caller, session_id, turn_id)
+        turn = await context.turns.reader.get(caller, session_id, turn_id)
         if turn["status"] not in TERMINAL_EVENT:
             raise
         frame = terminal_frame(TERMINAL_EVENT[turn["status"]], turn, terminal_fields(turn))
