@@ -30,6 +30,8 @@ def _facts(argument: Any) -> Any:
         return kind
     if kind is TensorDescriptor:
         return argument.base.dtype, tuple(argument.block_shape), argument.layout
+    if isinstance(argument, torch.Tensor):  # a subclass
+        return argument.dtype, argument.data_ptr() & 15 == 0
     return kind, argument
 
 
