@@ -141,10 +141,12 @@ def test_heads_that_do_not_fit_together_are_taken_in_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from benchmarks.gpu.prefill import PrefillCase
+    from benchmarks.gpu.timing import relative_error
+    from kernels.reference.mla_prefill import mla_prefill as reference
     from kernels.triton import mla_prefill
 
     torch.manual_seed(1)
     arguments: tuple[Any, ...] = PrefillCase([(3000, 300)], poison=True).args
-    together = mla_prefill.prefill_hopper(*arguments)
     monkeypatch.setattr(mla_prefill, "EXPANDED_BYTES", 5 * 3328 * 512)
-    assert torch.equal(mla_prefill.prefill_hopper(*arguments), together)
+    found = mla_prefill.prefill_hopper(*arguments)
+    assert relative_error(found, reference(*arguments)) < TOLERANCE
