@@ -45,9 +45,11 @@ from kernels.ops.step_ids import feed_ids
 Places = NDArray[np.int64]  # of the sampled rows' logits in the logits buffer
 Later = Callable[[], Sampled | None]
 
-# Prefill kernels differ by how many tokens an expert gets, and by whether a prefix is split.
-WARM_UP_TOKENS = (64, 160, 300, 1024)
-WARM_UP_PAST = 4096
+# Prefill kernels differ by how many tokens an expert gets, and by whether there is a prefix and it
+# is split; Triton compiles each once more for sizes that 16 divides. What is left out compiles in
+# somebody's first token, for seconds.
+WARM_UP_TOKENS = (64, 160, 304, 1024)
+WARM_UP_PAST = (0, 4096, 65536)
 # Columns of a decode buffer.
 IDS, POSITIONS, MAPPING, SLOTS, LENS, NUM_COLUMNS = range(6)
 
@@ -306,28 +308,33 @@ class DeviceLauncher:
         return lambda: sampled
 
     def _warm_up_prefill(self) -> None:
-        """Mixed steps on the sentinels, of each size for which kernels differ."""
+        """Steps with a prefill row on the sentinels, of each kind for which kernels differ."""
         longest = (self._limits.table_width - 1) * self._limits.page_size
         most = min(self._limits.max_tokens - 1, longest)
         for num in sorted({min(size, most) for size in WARM_UP_TOKENS}):
-            if num >= 2:
-                self._warm_up_mixed(num, min(WARM_UP_PAST, longest - num))
+            for past in sorted({min(past, longest - num) for past in WARM_UP_PAST}):
+                if num >= 2:
+                    self._warm_up_step(num, past, num_decodes=0)
+                    self._warm_up_step(num, past, num_decodes=1)
+                    self._warm_up_step(num - 1, past, num_decodes=1)
 
-    def _warm_up_mixed(self, num: int, past: int) -> None:
-        """A prefill row of `num` tokens behind `past`, and a decode row."""
+    def _warm_up_step(self, num: int, past: int, *, num_decodes: int) -> None:
+        """A prefill row of `num` tokens behind `past`, and so many decode rows."""
         first = self._limits.sentinel_page * self._limits.page_size
         where = torch.arange(num, dtype=torch.int32)
         places = first + where % self._limits.page_size
+        decodes = torch.zeros(num_decodes, dtype=torch.int32)
+        rows = 1 + num_decodes
         self._mixed(
             ForwardBatch(
                 step_id=-1,
-                input_ids=torch.zeros(num + 1, dtype=torch.int32),
-                positions=torch.cat((past + where, where[:1])),
-                slot_mapping=torch.cat((places, places[:1])),
-                row_indptr=torch.tensor([0, num, num + 1], dtype=torch.int32),
-                row_slots=torch.full((2,), self._sentinel, dtype=torch.int32),
-                seq_lens=torch.tensor([past + num, 1], dtype=torch.int32),
-                sample_rows=torch.tensor([0, 1], dtype=torch.int32),
+                input_ids=torch.zeros(num + num_decodes, dtype=torch.int32),
+                positions=torch.cat((past + where, decodes)),
+                slot_mapping=torch.cat((places, first + decodes)),
+                row_indptr=torch.tensor([0, num, num + 1][: rows + 1], dtype=torch.int32),
+                row_slots=torch.full((rows,), self._sentinel, dtype=torch.int32),
+                seq_lens=torch.cat((torch.tensor([past + num], dtype=torch.int32), 1 + decodes)),
+                sample_rows=torch.arange(rows, dtype=torch.int32),
                 page_table=torch.empty(0),
                 page_copies=torch.empty(0, 3),
             ),
