@@ -45,6 +45,7 @@ from appliance.parking import Parking
 from appliance.prefill import Prefiller
 from appliance.services import Services
 from appliance.session_history import SessionHistory
+from appliance.session_items import ItemService
 from appliance.session_service import SessionService
 from appliance.session_views import SessionViews
 from appliance.signals import SignalService
@@ -91,14 +92,15 @@ def create_app(services: Services) -> FastAPI:
     context = ApiContext(
         services,
         turn_service,
-        SessionService(services, turn_service, prefiller),
+        SessionService(services, turn_service),
+        ItemService(services, prefiller),
         SessionViews(services, meter),
         SessionHistory(services),
         leases,
         prefiller,
         room,
         SignalService(services, tiers),
-        Parking(services, leases, tiers),
+        Parking(services, leases, tiers, prefiller),
         HoldKeeper(services),
         meter,
         TurnWatchdog(services, turn_service.runner),

@@ -16,7 +16,7 @@ from typing import Any
 from appliance.api.wire_sessions import CompactCreate
 from appliance.compaction import Compacted, Compactor
 from appliance.errors import ApiError, as_api_error
-from appliance.reasoning_history import ReasoningHistory, has_user_message
+from appliance.reasoning_history import ReasoningHistory, drops_reasoning
 from appliance.services import Services
 from sessions.calls import open_calls_of
 from sessions.compaction import Split, split_history, split_to_fit
@@ -76,8 +76,7 @@ class HistoryRoom:
 
         Raises: SessionError (VersionConflict where another writer came first).
         """
-        settings = session.settings
-        if settings.reasoning.history == "drop_before_last_user" and has_user_message(new_input):
+        if drops_reasoning(session, new_input):
             session = await self._reasoning.drop(session)
         return session
 

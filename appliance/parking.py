@@ -13,6 +13,7 @@ from typing import Any
 
 from appliance import turn_view
 from appliance.leases import LeaseService
+from appliance.prefill import Prefiller
 from appliance.races import racing
 from appliance.services import Services
 from appliance.tier_facts import TierWatch
@@ -26,10 +27,13 @@ logger = logging.getLogger(__name__)
 class Parking:
     """All suspends and resumes of this process."""
 
-    def __init__(self, services: Services, leases: LeaseService, tiers: TierWatch) -> None:
+    def __init__(
+        self, services: Services, leases: LeaseService, tiers: TierWatch, prefiller: Prefiller
+    ) -> None:
         self._services = services
         self._leases = leases
         self._tiers = tiers
+        self._prefiller = prefiller
 
     async def suspend(self, tenant: str | None, session_id: str) -> dict[str, Any]:
         """Flush a session's KV to the lowest tier there is and let go of what lies above.
@@ -65,8 +69,8 @@ class Parking:
     async def resume(self, tenant: str | None, session_id: str) -> dict[str, Any]:
         """Bring a session's KV back to L1; says how much of it was there to bring.
 
-        On a session that is not suspended it is a prefetch. Raises: SessionExpired,
-        TurnInProgress.
+        What is in no tier is computed where a store had to be asked. On a session that is not
+        suspended it is a prefetch. Raises: SessionExpired, TurnInProgress.
         """
         services = self._services
 
@@ -79,7 +83,7 @@ class Parking:
 
         session = await racing(mark)
         try:
-            hit = await self._move(session, "l1")
+            hit = await self._restore(session)
         except EngineError as error:  # the session is back all the same
             logger.warning("nothing restored: %s", error, extra={"session_id": session_id})
             hit = CacheHit()
@@ -91,6 +95,21 @@ class Parking:
             "recompute_tokens": session.num_tokens - restored,
             "resident": {"l1": hit.l1, "l2": hit.l2, "l3": hit.l3},
         }
+
+    async def _restore(self, session: Session) -> CacheHit:
+        """Bring up what this engine knows of; what only a store may know of, a prefill asks for.
+
+        Another appliance put it there, or this engine is younger than it.
+        """
+        hit = await self._move(session, "l1")
+        hello = self._services.client.hello
+        page_size = hello.page_size if hello is not None else 1
+        is_whole = hit.to_compute < page_size
+        if is_whole or not (await self._tiers.facts()).has_l3:
+            return hit
+        token_ids = await self._services.store.read_tokens(session)
+        prefilled = await self._prefiller.run(session, token_ids, is_urgent=True)
+        return hit if prefilled.cache is None else prefilled.cache
 
     async def _move(self, session: Session, tier: str) -> CacheHit:
         services = self._services

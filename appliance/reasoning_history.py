@@ -84,6 +84,12 @@ def has_reasoning(record: Record) -> bool:
     return not is_dropped and any(isinstance(item, Reasoning) for item in record.output_items)
 
 
+def drops_reasoning(session: Session, new_input: object) -> bool:
+    """Whether this input makes earlier reasoning go."""
+    policy = session.settings.reasoning.history
+    return policy == "drop_before_last_user" and has_user_message(new_input)
+
+
 def has_user_message(new_input: object) -> bool:
     """Whether a turn's raw input has something that the user says."""
     if isinstance(new_input, str):

@@ -23,6 +23,7 @@ from appliance.parking import Parking
 from appliance.prefill import Prefiller
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_history import SessionHistory
+from appliance.session_items import ItemService
 from appliance.session_service import SessionService
 from appliance.session_views import SessionViews
 from appliance.signals import SignalService
@@ -40,6 +41,7 @@ class ApiContext:
     services: Services
     turns: TurnService
     sessions: SessionService
+    items: ItemService
     views: SessionViews
     history: SessionHistory
     leases: LeaseService

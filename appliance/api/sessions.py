@@ -83,7 +83,7 @@ async def close_session(
 @router.post("/{session_id}/items")
 async def append_items(session_id: str, body: ItemsAppend, context: Context, caller: Caller) -> Any:
     """Append items without generating."""
-    return await context.sessions.append(caller, session_id, body)
+    return await context.items.append(caller, session_id, body)
 
 
 @router.get("/{session_id}/items")

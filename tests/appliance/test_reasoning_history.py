@@ -120,6 +120,16 @@ def test_reasoning_in_a_tool_loop_stays_until_the_user_speaks(app: RunningApp) -
     assert fork["open_calls"][0]["call_id"] == call["call_id"]
 
 
+def test_a_user_s_message_that_is_appended_drops_it_too(app: RunningApp) -> None:
+    session_id = session(app, "drop_before_last_user")
+    app.turn(session_id, "Hi")
+    items = [{"role": "user", "content": "Again"}]
+    reply = app.post(f"/v1/sessions/{session_id}/items", {"items": items})
+    assert reply.status_code == 200 and "They greet me" not in text_of(app, session_id)
+    app.turn(session_id, [])
+    assert text_of(app, session_id).count("They greet me") == 1
+
+
 def test_the_miss_of_dropped_reasoning_comes_once(app: RunningApp) -> None:
     session_id = session(app, "drop_before_last_user")
     app.turn(session_id, "Hi")

