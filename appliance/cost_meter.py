@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_EVERY_S = 5.0
 SLICE = 32  # sessions sampled before others get their turn
+MAX_TRACKED = 1000  # sessions, those used last; a look at all of them takes some 50 ms
 MAX_TRACKED_AT_START = 200
 HISTORY_EVENTS = ("session.turn_ended", "session.history_replaced", "session.created")
 
@@ -141,7 +142,10 @@ class CostMeter:
     def _follow_log(self, session: Session, log: TurnLog) -> None:
         if self._residency is not None:
             self._residency.track(session.id, log.page_hashes)
+            self._tenants.pop(session.id, None)  # the one used last is the last
             self._tenants[session.id] = session.tenant
+            if len(self._tenants) > MAX_TRACKED:
+                self._drop(next(iter(self._tenants)))
 
     async def _note(self, session: Session) -> None:
         with contextlib.suppress(SessionError):
@@ -155,9 +159,13 @@ class CostMeter:
             cost = self.cost_of(session)
             self._gone[session.tenant] = self._gone.get(session.tenant, TierCost()).added(cost)
             self._pending.pop(session.id, None)
-            self._tenants.pop(session.id, None)
-            if self._residency is not None:
-                self._residency.forget(session.id)
+            self._drop(session.id)
+
+    def _drop(self, session_id: str) -> None:
+        """Count this session no further; what was counted stays until it is stored."""
+        self._tenants.pop(session_id, None)
+        if self._residency is not None:
+            self._residency.forget(session_id)
 
     def _forget_stored(self, session: Session) -> None:
         """What is in the stored session is not counted a second time."""
