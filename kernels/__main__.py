@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m kernels`: list kernels, explain a selection, verify against the reference.
+"""`python -m kernels`: list kernels, explain a selection, verify against the reference, time.
 
 Does not know: the appliance. stdout carries data (JSON with --json), exit 1 means a failed check.
 """
@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import click
 
 from kernels import ops  # noqa: F401 - registers every kernel
+from kernels.bench import time_family
 from kernels.errors import KernelError
 from kernels.platform import capability_of
 from kernels.registry import REGISTRY
@@ -120,6 +122,29 @@ def verify(families: tuple[str, ...], verbose: bool) -> None:
     click.echo(f"{num_run} comparisons, {num_failed} failed")
     if num_failed:
         sys.exit(1)
+
+
+@main.command()
+@click.argument("families", nargs=-1)
+@click.option("--repeats", default=20, show_default=True, help="Timed runs of each case.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
+def bench(families: tuple[str, ...], repeats: int, as_json: bool) -> None:
+    """Time every kernel of FAMILIES (all that have cases) on the cases of verify."""
+    known = all_cases()
+    for family in families:
+        if family not in known:
+            raise click.BadParameter(
+                f"got {family!r}; allowed: {', '.join(known)}", param_hint="FAMILIES"
+            )
+    if repeats < 1:
+        raise click.BadParameter(f"got {repeats}; allowed: 1 or more", param_hint="--repeats")
+    REGISTRY.load_plugins()
+    for family in families or known:
+        for timing in time_family(family, repeats):
+            if as_json:
+                click.echo(json.dumps(asdict(timing)))
+            elif timing.us is not None:
+                click.echo(f"{timing.us:10.1f} us  {timing.family} {timing.kernel}: {timing.case}")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from kernels.cases import Case, attention_cases, linear_cases, small_cases
 from kernels.decoder_cases import decoder_cases
 from kernels.errors import NoKernelFoundError
+from kernels.layer_cases import layer_cases
 from kernels.registry import REGISTRY
 from kernels.selection import override
 from kernels.tolerances import tolerance_of
@@ -41,6 +42,7 @@ def all_cases() -> dict[str, list[Case]]:
         "linear": linear_cases(),
         "paged_attention": attention_cases(),
         "llama_forward": decoder_cases(),
+        **layer_cases(),
         **small_cases(),
     }
 

@@ -29,6 +29,9 @@ def _mla(sweep: bool) -> Iterator[dict[str, Any]]:
         yield from mla_bench.check(kernel)
     yield mla_bench.bench_plan()
     yield from mla_bench.bench("gluon_hopper", mla_bench.SHAPES)
+    plain = [s for s in mla_bench.SHAPES if s[2:] == (16, 1)]
+    for kernel in mla_bench.FP8_KERNELS:
+        yield from mla_bench.bench(kernel, plain)
     if sweep:
         some = [s for s in mla_bench.SHAPES if s[0] in (1, 16) and s[2] == 16]
         yield from mla_bench.bench("triton", some)

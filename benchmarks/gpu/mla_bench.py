@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.timing import relative_error, time_calls_us
+from kernels.latent_planes import latent_planes, row_bytes
 from kernels.mla_workspace import make_mla_workspace
 from kernels.reference.mla import mla_decode as reference
 from kernels.triton import mla
@@ -21,6 +22,10 @@ from kernels.triton import mla
 LATENT, ROPE, PAGE = 512, 64, 64
 HBM_TB_S, MMA_TFLOP_S = 4.54, 769.0
 KERNELS = {"gluon_hopper": mla.decode_hopper, "triton": mla.decode_portable}
+FP8_KERNELS = {
+    "gluon_hopper_fp8": mla.decode_fp8,
+    "gluon_hopper_fp8_pair": mla.decode_fp8_pair,
+}
 # (batch, context, heads, query tokens)
 SHAPES = [(bs, ctx, 16, q) for q in (1, 4) for ctx in (8192, 65536) for bs in (1, 4, 16, 64)] + [
     (4, 65536, 16, 8),
@@ -48,6 +53,20 @@ def _inputs(lens: list[int], heads: int, q_len: int, copies: int, layers: int = 
     workspace = make_mla_workspace(max_rows=len(lens), num_heads=heads, q_len=q_len, device="cuda")
     mla.plan(workspace, seq_lens, tables[0], slots)
     return pool[:, layers - 1], tables, slots, seq_lens, q, workspace
+
+
+def _planes(pool: torch.Tensor) -> torch.Tensor:
+    """fp8 pages of as many tokens; numbers between -1 and 1."""
+    size = PAGE * row_bytes(LATENT, ROPE)
+    coded = torch.empty(pool.shape[0], size, dtype=torch.uint8, device="cuda")
+    planes = latent_planes(coded, LATENT, ROPE)
+    for page in range(0, pool.shape[0], 1024):  # not all pages in fp32 at once
+        rows = pool[page : page + 1024].float().clamp(-4, 4)
+        values = rows[..., :LATENT].to(torch.float8_e4m3fn)
+        planes.values[page : page + 1024].view(torch.uint8).copy_(values.view(torch.uint8))
+        planes.rope[page : page + 1024] = rows[..., LATENT:].to(torch.bfloat16)
+    planes.scales.fill_(0.25)
+    return coded
 
 
 def check(kernel: str) -> Iterator[dict[str, Any]]:
@@ -85,9 +104,9 @@ def check(kernel: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def floor_us(bs: int, ctx: int, heads: int, q_len: int) -> float:
+def floor_us(bs: int, ctx: int, heads: int, q_len: int, token_bytes: int = 1152) -> float:
     """The larger of KV bytes over HBM and MMA work over the tensor cores."""
-    read = bs * ctx * (LATENT + ROPE) * 2 / HBM_TB_S / 1e6
+    read = bs * ctx * token_bytes / HBM_TB_S / 1e6
     mma = 2 * heads * q_len * bs * ctx * (2 * LATENT + ROPE) / MMA_TFLOP_S / 1e6
     return max(read, mma)
 
@@ -95,19 +114,23 @@ def floor_us(bs: int, ctx: int, heads: int, q_len: int) -> float:
 def bench(kernel: str, shapes: list[tuple[int, int, int, int]]) -> Iterator[dict[str, Any]]:
     """Yield one line per shape: us a layer, plan left out (it runs once a step)."""
     for bs, ctx, heads, q_len in shapes:
-        kv_bytes = bs * ctx * (LATENT + ROPE) * 2
+        is_fp8 = kernel in FP8_KERNELS
+        token_bytes = row_bytes(LATENT, ROPE) if is_fp8 else 2 * (LATENT + ROPE)
+        kv_bytes = bs * ctx * token_bytes
         copies = max(2, min(32, -(-(600 << 20) // kv_bytes)))
         pool, tables, slots, seq_lens, q, workspace = _inputs([ctx] * bs, heads, q_len, copies)
+        pool = _planes(pool) if is_fp8 else pool
         # A plan names pages, so each copy has its own; the scratch is shared, as between layers.
         calls = []
         for copy in range(copies):
             own = dataclasses.replace(workspace, plan=torch.zeros_like(workspace.plan))
             mla.plan(own, seq_lens, tables[copy], slots)
             args = (q, pool, tables[copy], slots, seq_lens, 0.07, LATENT, own)
-            calls.append(functools.partial(KERNELS[kernel], *args))
+            decode = {**KERNELS, **FP8_KERNELS}[kernel]
+            calls.append(functools.partial(decode, *args))
             calls[-1]()
         us = time_calls_us(calls)
-        floor = floor_us(bs, ctx, heads, q_len)
+        floor = floor_us(bs, ctx, heads, q_len, token_bytes)
         yield {
             "op": "mla_decode",
             "kernel": kernel,

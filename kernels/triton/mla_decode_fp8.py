@@ -51,7 +51,7 @@ def _next_row(plan, b, remaining, NUM_PARTS: gl.constexpr):
 def _produce(
     q_lo_desc,
     q_rope_desc,
-    kv_desc,
+    coded_desc,
     kv_rope_desc,
     q_lo,
     q_hi,
@@ -105,7 +105,7 @@ def _produce(
             mbarrier.expect(full, D * TILE)
             for g in gl.static_range(4):
                 tma.async_copy_global_to_shared(
-                    kv_desc, [page * page_rows, g * 128], full, coded.index(stage * 4 + g)
+                    coded_desc, [page * page_rows, g * 128], full, coded.index(stage * 4 + g)
                 )
             mbarrier.wait(rope_empty, (step & 1) ^ 1)
             mbarrier.expect(rope_full, 64 * TILE * 2)
@@ -327,7 +327,7 @@ def _compute(
 def mla_decode_fp8_kernel(
     q_lo_desc,
     q_rope_desc,
-    kv_desc,
+    coded_desc,
     kv_rope_desc,
     kv_scales,
     page_table,
@@ -362,7 +362,7 @@ def mla_decode_fp8_kernel(
     q_lo = gl.allocate_shared_memory(gl.bfloat16, [N, HALF], q_lo_desc.layout)
     q_hi = gl.allocate_shared_memory(gl.bfloat16, [N, HALF], q_lo_desc.layout)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [N, 64], q_rope_desc.layout)
-    coded = gl.allocate_shared_memory(gl.uint8, [STAGES * 4, TILE, 128], kv_desc.layout)
+    coded = gl.allocate_shared_memory(gl.uint8, [STAGES * 4, TILE, 128], coded_desc.layout)
     kv_lo = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, HALF], bf16_tile)
     kv_hi = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, HALF], bf16_tile)
     kv_rope = gl.allocate_shared_memory(gl.bfloat16, [TILE, 64], kv_rope_desc.layout)
@@ -448,7 +448,7 @@ def mla_decode_fp8_kernel(
                 (
                     q_lo_desc,
                     q_rope_desc,
-                    kv_desc,
+                    coded_desc,
                     kv_rope_desc,
                     q_lo,
                     q_hi,

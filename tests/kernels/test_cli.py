@@ -44,8 +44,21 @@ def test_verify_compares_and_counts() -> None:
     assert CliRunner().invoke(main, ["verify", "nothing"]).exit_code == 2
 
 
+def test_bench_times_every_kernel_on_every_case_and_leaves_the_registry_as_it_was() -> None:
+    before = [(spec.name, spec.fn) for spec in REGISTRY.specs("copy_pages")]
+    result = CliRunner().invoke(main, ["bench", "copy_pages", "--repeats", "2", "--json"])
+    assert result.exit_code == 0
+    lines = [json.loads(line) for line in result.output.splitlines()]
+    assert {line["kernel"] for line in lines} == {name for name, _ in before}
+    assert all(line["us"] is None or line["us"] > 0 for line in lines)
+    assert any(line["us"] for line in lines)
+    assert sorted((spec.name, spec.fn) for spec in REGISTRY.specs("copy_pages")) == sorted(before)
+    assert CliRunner().invoke(main, ["bench", "nothing"]).exit_code == 2
+    assert CliRunner().invoke(main, ["bench", "argmax", "--repeats", "0"]).exit_code == 2
+
+
 def test_every_command_has_help() -> None:
-    for command in ("ls", "explain", "verify"):
+    for command in ("ls", "explain", "verify", "bench"):
         result = CliRunner().invoke(main, [command, "--help"])
         assert result.exit_code == 0
         assert len(result.output.splitlines()) > 3

@@ -66,6 +66,8 @@ def test_interpreted_kernels_of_a_decode_step_agree_with_their_references() -> N
         ("dense_rows", {"mma_sync": True}),
         ("mla_hopper", {"wgmma": True, "tma": True, "mma_sync": False}),
         ("mla_portable", {"mma_sync": True}),
+        ("mla_fp8", {"wgmma": True, "tma": True, "mma_sync": False, "bf16x2_scale": True}),
+        ("mla_fp8_pair", {"wgmma": True, "tma": True, "mma_sync": False, "bf16x2_scale": True}),
         ("moe_gate_up", {"mma_sync": True, "bf16x2_scale": True}),
     ],
 )

@@ -32,6 +32,8 @@ TENSORS = {
     "pair_weights": "*fp32",
     "q": "*bf16",
     "kv": "*bf16",
+    "kv_rope": "*bf16",
+    "kv_scales": "*fp32",
     "logits": "*fp32",
     "bias": "*fp32",
     "norm_weight": "*fp32",
@@ -66,10 +68,11 @@ def compile_one(
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_desc"):
-            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-            default = (64, 64 if "rope" in name else 256)
+            kind, bits = ("u8", 8) if name.startswith("coded") else ("bf16", 16)
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
+            default = (64, 64 if "rope" in name else 128 if bits == 8 else 256)
             rows, columns = (boxes or {}).get(name, default)
-            signature[name] = f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
+            signature[name] = f"tensordesc<{kind}[{rows}, {columns}],{layout!r}>"
         else:
             signature[name] = TENSORS.get(name) or SCALARS.get(name, "i32")
     attributes = {
@@ -97,7 +100,7 @@ def mla_portable() -> Any:
     from kernels.triton.mla_decode import mla_decode_kernel
 
     constants = dict(H=16, Q_LEN=1, D=512, R=64, NUM_PARTS=132, ROWS_PAD=64, BLOCK_M=16)
-    constants |= dict(TILE=64, STAGES=2, USE_PDL=True)
+    constants |= dict(TILE=64, STAGES=2, FP8=False, USE_PDL=True)
     return compile_one(mla_decode_kernel, constants, warps=4)
 
 
@@ -131,7 +134,50 @@ def moe_w4_hopper() -> Any:
     return compile_one(moe_w4_hopper_kernel, constants, warps=4, gluon=True, boxes=boxes)
 
 
+def w4_rows() -> Any:
+    """The query and latent projection of a V2-Lite layer, one token."""
+    from kernels.triton.w4_rows import w4_rows_kernel
+
+    constants = dict(K=2048, N=3648, TOP_K=1, TOKENS=8, LOADS=1, WAYS=4, KC=8, PARTS=0, NORMS=True)
+    constants |= dict(ADDS=False, SWIGLU=False, EXPERTS=False, UNSORTED=False)
+    constants |= dict(INT4=False, SCALE_MUL=16, SCALE_ADD=0x6F006F00, PORTABLE=False, USE_PDL=True)
+    return compile_one(w4_rows_kernel, constants, warps=4)
+
+
+def dense_rows() -> Any:
+    """The same in bf16."""
+    from kernels.triton.dense_rows import dense_rows_kernel
+
+    constants = dict(K=2048, N=3648, TOKENS=8, LOADS=1, WAYS=4, COLS=2048, PARTS=0, NORMS=True)
+    constants |= dict(ADDS=False, SCALED=False, USE_PDL=True)
+    return compile_one(dense_rows_kernel, constants, warps=4)
+
+
+def _mla_fp8(kernel: Any, stages: int) -> Any:
+    constants = dict(H=16, Q_LEN=1, N=16, D=512, NUM_PARTS=132, ROWS_PAD=64, TILE=64, STAGES=stages)
+    boxes = {"q_lo_desc": (16, 256), "q_rope_desc": (16, 64)}
+    return compile_one(kernel, constants, warps=4, gluon=True, boxes=boxes)
+
+
+def mla_fp8() -> Any:
+    """One query token of 16 heads over fp8 planes."""
+    from kernels.triton.mla_decode_fp8 import mla_decode_fp8_kernel
+
+    return _mla_fp8(mla_decode_fp8_kernel, 2)
+
+
+def mla_fp8_pair() -> Any:
+    """The same with two computing warpgroups."""
+    from kernels.triton.mla_decode_fp8_pair import mla_decode_fp8_pair_kernel
+
+    return _mla_fp8(mla_decode_fp8_pair_kernel, 7)
+
+
 KERNELS = {
+    "w4_rows": w4_rows,
+    "dense_rows": dense_rows,
+    "mla_fp8": mla_fp8,
+    "mla_fp8_pair": mla_fp8_pair,
     "mla_hopper": mla_hopper,
     "mla_portable": mla_portable,
     "mla_prefill_hopper": mla_prefill_hopper,

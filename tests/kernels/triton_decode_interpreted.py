@@ -198,13 +198,14 @@ def check_fp8_pages() -> None:
         mine = pool.clone()
         write(torch.randn(5, 2, 16), kv, gain, 1e-6, places, table, mine[:, 0], where)
         pools.append(mine)
-    mine, theirs = (latent_planes(one[:, 0], 128, 16) for one in pools)
-    assert torch.equal(mine.scales.view(torch.int32), theirs.scales.view(torch.int32))
+    first, second = (latent_planes(one[:, 0], 128, 16) for one in pools)
+    assert torch.equal(first.scales.view(torch.int32), second.scales.view(torch.int32))
     # The interpreter rounds to e4m3 towards zero, a GPU to nearest.
-    pages, offsets = where.long() // 64, where.long() % 64
-    decoded = [decode_rows(one, pages, torch.float32) for one in (mine, theirs)]
-    close(*(rows_[torch.arange(5), offsets] for rows_ in decoded), 0.07)
-    torch.testing.assert_close(mine.rope[pages, offsets], theirs.rope[pages, offsets])
+    at, offsets = where.long() // 64, where.long() % 64
+    each = torch.arange(5)
+    found, wanted = (decode_rows(one, at, torch.float32)[each, offsets] for one in (first, second))
+    close(found, wanted, 0.07)
+    torch.testing.assert_close(first.rope[at, offsets], second.rope[at, offsets])
 
 
 def check_merge_values(lens: list[int], q_len: int) -> None:
