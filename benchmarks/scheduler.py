@@ -2,7 +2,7 @@
 """What the control plane costs: one JSON line a case. No model, no device, one core.
 
     python -m benchmarks.scheduler              every case (about a minute, 3 GB)
-    python -m benchmarks.scheduler decode       cases whose name begins so
+    python -m benchmarks.scheduler decode       cases whose name begins so (tiers: with L2, L3)
 
 Does not know what a step computes: results are made up, tokens are random.
 """
@@ -58,6 +58,21 @@ def results(plan: cpp.Plan) -> cpp.StepDone:
     )
 
 
+def acks(plan: cpp.Plan) -> list[cpp.TransferAck]:
+    """Every transfer of a plan is over at once."""
+    return [cpp.TransferAck(ticket=ticket, ok=True) for ticket in plan.moves[:, 0].tolist()]
+
+
+def answers(plan: cpp.Plan) -> list[cpp.ProbeDone]:
+    return [cpp.ProbeDone(probe_id=probe_id, num_pages=0) for probe_id in plan.probe_ids.tolist()]
+
+
+def settle(scheduler: cpp.Scheduler, now_ms: int) -> None:
+    """Until no transfer is under way."""
+    while scheduler.stats()["transfers_in_flight"] > 0:
+        scheduler.advance(acks(scheduler.next_plan(now_ms)))
+
+
 def run_until_idle(scheduler: cpp.Scheduler, now_ms: int = 0) -> None:
     while (plan := scheduler.next_plan(now_ms)).step_id >= 0:
         scheduler.advance([results(plan)])
@@ -73,8 +88,10 @@ def summary(name: str, samples_us: list[float], **facts: object) -> dict[str, ob
     }
 
 
-def decode_step(rows: int, context: int, num_steps: int = 400) -> Iterator[dict[str, object]]:
-    """A step of nothing but decode rows: plan, make the results, advance."""
+def decode_step(
+    rows: int, context: int, num_steps: int = 400, *, has_tiers: bool = False
+) -> Iterator[dict[str, object]]:
+    """A step of nothing but decode rows: plan, make the results, advance (and ack transfers)."""
     max_new = num_steps + 64  # the first rows decode while the last are still prefilled
     pages = rows * ((context + max_new) // PAGE_SIZE + 2)
     scheduler = cpp.Scheduler(
@@ -84,13 +101,15 @@ def decode_step(rows: int, context: int, num_steps: int = 400) -> Iterator[dict[
             max_slots=rows,
             max_context_len=context + max_new,
             token_budget=1 << 22,
+            num_l2_pages=pages if has_tiers else 0,
+            use_l3=has_tiers,
         )
     )
     for row in range(rows):
         scheduler.submit([spec(row, prompt(context, row), max_new)])
     while (plan := scheduler.next_plan(0)).row_lens.max() > 1 or len(plan.row_slots) < rows:
-        scheduler.advance([results(plan)])
-    scheduler.advance([results(plan)])
+        scheduler.advance([results(plan), *acks(plan)])
+    scheduler.advance([results(plan), *acks(plan)])
     one, token = np.ones(rows, np.int32), np.full((rows, 1), 5, np.int32)
     zero = np.zeros(rows, np.uint8)
     step_us, read_us = [], []
@@ -101,17 +120,18 @@ def decode_step(rows: int, context: int, num_steps: int = 400) -> Iterator[dict[
         planned = time.perf_counter_ns()
         for name in PLAN_ARRAYS:
             getattr(plan, name)
+        done_moves = acks(plan)
         read = time.perf_counter_ns()
         done = cpp.StepDone(
             step_id=plan.step_id, num_accepted=one, token_ids=token, finished=zero, failed=zero
         )
-        scheduler.advance([done])
+        scheduler.advance([done, *done_moves])
         end = time.perf_counter_ns()
         step_us.append((planned - start + end - read) / 1e3)
         read_us.append((read - planned) / 1e3)
     gc.enable()
     yield summary(
-        "decode_step",
+        "decode_step_tiers" if has_tiers else "decode_step",
         step_us,
         rows=rows,
         context=context,
@@ -119,9 +139,11 @@ def decode_step(rows: int, context: int, num_steps: int = 400) -> Iterator[dict[
     )
 
 
-def submit_prompt(length: int, repeats: int = 25) -> Iterator[dict[str, object]]:
+def submit_prompt(
+    length: int, repeats: int = 25, *, has_tiers: bool = False
+) -> Iterator[dict[str, object]]:
     """From the spec to a plan with the request in it, on a scheduler that lives on: cold, and with
-    all of it cached."""
+    all of it cached. With tiers the cold prompt is named first, to ask the store for it."""
     cold_us: list[float] = []
     cached_us: list[float] = []
     publish_us: list[float] = []
@@ -132,6 +154,9 @@ def submit_prompt(length: int, repeats: int = 25) -> Iterator[dict[str, object]]
             max_slots=2,
             max_context_len=length + 8,
             token_budget=length,
+            num_l2_pages=4 * (length // PAGE_SIZE + 2) if has_tiers else 0,
+            use_l3=has_tiers,
+            probe_l3=has_tiers,
         )
     )
     for repeat in range(repeats):
@@ -146,6 +171,8 @@ def submit_prompt(length: int, repeats: int = 25) -> Iterator[dict[str, object]]
             scheduler.advance([done])
             if samples is cold_us:
                 publish_us.append((time.perf_counter_ns() - start) / 1e3)
+            scheduler.advance([*acks(plan), *answers(plan)])
+            settle(scheduler, repeat)
         scheduler.drop_prefix(tokens)
         scheduler.drain_kv_events()
     for name, samples in (
@@ -153,8 +180,40 @@ def submit_prompt(length: int, repeats: int = 25) -> Iterator[dict[str, object]]
         ("submit_cached", cached_us),
         ("publish", publish_us),
     ):
-        line = summary(name, samples, tokens=length)
+        line = summary(name + "_tiers" * has_tiers, samples, tokens=length)
         yield {**line, "ns_per_token": round(statistics.median(samples) * 1e3 / length, 2)}
+
+
+def move_prompt(length: int, repeats: int = 15) -> Iterator[dict[str, object]]:
+    """One call of move on a long prefix: down to the store, and up again from there."""
+    pages = length // PAGE_SIZE + 2
+    scheduler = cpp.Scheduler(
+        cpp.SchedulerConfig(
+            page_size=PAGE_SIZE,
+            num_pages=pages,
+            max_slots=1,
+            max_context_len=length + 8,
+            token_budget=length,
+            num_l2_pages=pages,
+            use_l3=True,
+        )
+    )
+    tokens = prompt(length, 0)
+    scheduler.submit([spec(0, tokens, 1)])
+    plan = scheduler.next_plan(0)
+    scheduler.advance([results(plan), *acks(plan)])
+    settle(scheduler, 0)
+    samples: dict[str, list[float]] = {"l3": [], "l1": []}
+    for repeat in range(1, repeats + 1):
+        for tier, samples_us in samples.items():
+            start = time.perf_counter_ns()
+            scheduler.move(tokens, tier)
+            samples_us.append((time.perf_counter_ns() - start) / 1e3)
+            while scheduler.stats()["move_orders"] > 0:
+                scheduler.advance(acks(scheduler.next_plan(1000 * repeat)))
+            settle(scheduler, 1000 * repeat)
+    for tier, samples_us in samples.items():
+        yield summary(f"move_to_{tier}", samples_us, tokens=length)
 
 
 def resident_bytes() -> int:
@@ -211,6 +270,13 @@ def cases() -> Iterator[tuple[str, Callable[[], Iterator[dict[str, object]]]]]:
             )
     for length in (LONG // 8, LONG // 4, LONG // 2, LONG, 2 * LONG):
         yield f"submit_{length // 1000}k", lambda length=length: submit_prompt(length)
+    for context in (8_000, LONG):
+        yield (
+            f"tiers_decode_64x{context}",
+            lambda context=context: decode_step(64, context, has_tiers=True),
+        )
+    yield "tiers_submit", lambda: submit_prompt(LONG, has_tiers=True)
+    yield "tiers_move", lambda: move_prompt(LONG)
     yield "eviction", eviction_storm
 
 

@@ -121,7 +121,7 @@ nb::dict stats(const BoundScheduler& self) {
   out["loaded_pages"] = counts.num_loaded_pages;
   out["l2_cached_prompt_tokens"] = counts.num_l2_cached_tokens;
   out["l3_cached_prompt_tokens"] = counts.num_l3_cached_tokens;
-  out["leaving_for_send"] = scheduler.num_sending();
+  out["sending"] = scheduler.num_sending();
   out["preemptions"] = counts.num_preemptions;
   out["evicted_l2_pages"] = tiers.num_evicted();
   out["leased_l2_pages"] = tiers.num_leased(Tier::kL2);

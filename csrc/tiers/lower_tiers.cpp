@@ -10,7 +10,9 @@ LowerTiers::LowerTiers(TierOptions options, KvEventLog& log)
     : options_(options),
       log_(log),
       pool_(options.num_l2_pages),
-      value_(options.eviction, options.attention_len) {}
+      value_(options.eviction, options.attention_len) {
+  entries_.reserve(static_cast<std::size_t>(options.num_l2_pages));
+}
 
 void LowerTiers::set_now(TimeMs now_ms) {
   now_ms_ = now_ms;

@@ -36,7 +36,8 @@ std::int64_t LowerTiers::issue(MoveKind kind, const PageHash& hash, PageHold sou
                                std::int32_t target_page) {
   const std::int64_t ticket = next_ticket_++;
   moves_.push_back({ticket, kind, source_page, target_page, hash});
-  tickets_.emplace(ticket, Ticket{kind, hash, std::move(source), std::move(target)});
+  tickets_.emplace_hint(tickets_.end(), ticket,
+                        Ticket{kind, hash, std::move(source), std::move(target)});
   return ticket;
 }
 

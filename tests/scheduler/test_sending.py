@@ -34,7 +34,7 @@ def test_a_prefill_for_another_engine_ends_when_its_kv_was_read() -> None:
     assert (send.num_tokens, len(send.pages), send.slot) == (10, 3, job.slot)
     assert len(job.outputs) == 1 and job.ended is None
     stats = harness.check()
-    assert (stats["running"], stats["leaving"], stats["leaving_for_send"]) == (0, 1, 1)
+    assert (stats["running"], stats["leaving"], stats["sending"]) == (0, 1, 1)
     assert harness.plan().step_id == -1
     (ended,) = harness.end_send(job.request_id, ok=True)
     assert (ended.status, ended.num_cached_tokens) == ("finished", 10)
@@ -153,4 +153,4 @@ def test_random_runs_with_sends_never_send_foreign_kv(seed: int) -> None:
         assert job.outputs == expected[: len(job.outputs)]
         assert job.ended.status != "finished" or job.outputs == expected
     stats = harness.check()
-    assert stats["owned_pages"] == stats["leaving"] == stats["leaving_for_send"] == 0
+    assert stats["owned_pages"] == stats["leaving"] == stats["sending"] == 0
