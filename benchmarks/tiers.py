@@ -33,6 +33,8 @@ import httpx
 from benchmarks.server import Server, complete
 
 PAGE_SIZE = 64
+PREFILL_TOKENS = 640
+DECODE_TOKENS = 160
 WORD_IDS = range(1000, 40000)
 Figure = dict[str, Any]
 
@@ -188,8 +190,11 @@ def measure_oversubscription(num_sessions: int = 16, rounds: int = 4) -> list[Fi
     return figures
 
 
-def measure_write_through(runs: int = 3) -> list[Figure]:
-    """Rates with all tiers on and with none, both servers up, measured in turn."""
+def measure_write_through(runs: int = 5) -> list[Figure]:
+    """Rates and CPU time with all tiers on and with none, both servers up, measured in turn.
+
+    CPU time of the engine process a token counts where others use the machine as well.
+    """
     with tempfile.TemporaryDirectory(prefix="moorage-bench-") as name:
         servers = {}
         for case, settings in (("on", []), ("off", ["engine.tiers.l2_bytes=0"])):
@@ -199,21 +204,28 @@ def measure_write_through(runs: int = 3) -> list[Figure]:
             servers[case].wait_ready()
         rates: dict[str, list[float]] = {"on": [], "off": []}
         prefills: dict[str, list[float]] = {"on": [], "off": []}
+        cpu_ms: dict[str, list[float]] = {"on": [], "off": []}
         for run in range(2 * runs + 2):
             case = ("on", "off")[run % 2]
-            sample = asyncio.run(_completion(servers[case].url, words(run, 2000)))
+            before_s = engine_cpu_s(servers[case])
+            sample = asyncio.run(_completion(servers[case].url, words(run, PREFILL_TOKENS)))
+            used_s = engine_cpu_s(servers[case]) - before_s
             if run >= 2:  # the first of each warms up
                 rates[case].append(sample[0])
-                prefills[case].append(2000 / sample[1])
+                prefills[case].append(PREFILL_TOKENS / sample[1])
+                cpu_ms[case].append(1e3 * used_s / (PREFILL_TOKENS + DECODE_TOKENS))
         for server in servers.values():
             server.stop()
         decode = {case: statistics.median(values) for case, values in rates.items()}
         prefill = {case: statistics.median(values) for case, values in prefills.items()}
+        cpu = {case: statistics.median(values) for case, values in cpu_ms.items()}
         return [
             {
                 "case": "write_through_to_l2_and_file",
                 "decode_tok_s": {case: round(rate, 1) for case, rate in decode.items()},
                 "prefill_tok_s": {case: round(rate, 1) for case, rate in prefill.items()},
+                "cpu_ms_per_token": {case: round(value, 3) for case, value in cpu.items()},
+                "cpu_more": round(cpu["on"] / cpu["off"], 3),
                 "decode_kept": round(decode["on"] / decode["off"], 3),
                 "prefill_kept": round(prefill["on"] / prefill["off"], 3),
                 "bar": 0.97,
@@ -221,9 +233,16 @@ def measure_write_through(runs: int = 3) -> list[Figure]:
         ]
 
 
+def engine_cpu_s(server: Server) -> float:
+    """CPU time that the engine process has used."""
+    pid = json.loads(server.state.read_text())["pids"]["engine"]
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 async def _completion(url: str, prompt: list[int]) -> tuple[float, float]:
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        sample = await complete(client, prompt, 192)
+        sample = await complete(client, prompt, DECODE_TOKENS)
         return sample.decode_tok_s, sample.ttft_s
 
 
