@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from appliance.recall_journal import Entry, RecallJournal
+
 ChatMessage = Mapping[str, Any]
 MAX_BYTES = 256 << 20
 ANSWER_BYTES = 400  # what an answer costs beside its ids
@@ -50,11 +52,21 @@ class _Answer:
 
 @dataclass(slots=True)
 class Recall:
-    """Bounded by bytes; what was not used for longest goes first."""
+    """Bounded by bytes; what was not used for longest goes first.
+
+    `journal`: what keeps it for the next process; what is there is known from the start.
+    """
 
     max_bytes: int = MAX_BYTES
+    journal: RecallJournal | None = None
     _known: OrderedDict[bytes, _Answer] = field(default_factory=OrderedDict)
     _num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for entry in self.journal.read() if self.journal is not None else ():
+            if entry.before is None or entry.before in self._known:
+                self._forget(entry.key)
+                self._insert(entry)
 
     @property
     def num_bytes(self) -> int:
@@ -72,16 +84,13 @@ class Recall:
             self._drop(key)
             before = self._start_of(keys[:-1], recalled.token_ids)
             num_known = len(self._ids(before)) if before is not None else 0
-            answer = _Answer(
-                added=recalled.token_ids[num_known:], is_closed=recalled.is_closed, before=before
-            )
-            self._known[key] = answer
-            self._num_bytes += answer.num_bytes
-            if before is not None:
-                self._known[before].num_built_on += 1
-        self._touch(key)
-        while self._num_bytes > self.max_bytes:
-            self._drop(next(iter(self._known)))
+            added = recalled.token_ids[num_known:]
+            entry = Entry(key=key, before=before, added=added, is_closed=recalled.is_closed)
+            if self.journal is not None:
+                self.journal.add(entry, lambda: recalled.token_ids)
+            self._insert(entry)
+        else:
+            self._touch(key)
 
     def longest(self, keys: Sequence[bytes]) -> tuple[int, Recalled] | None:
         """Return the longest known prefix: how many messages it holds, and its ids."""
@@ -92,6 +101,16 @@ class Recall:
                 ids = self._ids(keys[index])
                 return index + 1, Recalled(token_ids=ids, is_closed=found.is_closed)
         return None
+
+    def _insert(self, entry: Entry) -> None:
+        answer = _Answer(added=entry.added, is_closed=entry.is_closed, before=entry.before)
+        self._known[entry.key] = answer
+        self._num_bytes += answer.num_bytes
+        if entry.before is not None:
+            self._known[entry.before].num_built_on += 1
+        self._touch(entry.key)
+        while self._num_bytes > self.max_bytes:
+            self._drop(next(iter(self._known)))
 
     def _start_of(self, keys: Sequence[bytes], token_ids: bytes) -> bytes | None:
         """The last known of these conversations whose very ids `token_ids` begins with."""
@@ -114,6 +133,14 @@ class Recall:
     def _touch(self, key: bytes) -> None:
         for place in list(self._line(key)):
             self._known.move_to_end(place)
+
+    def _forget(self, key: bytes) -> None:
+        """Drop an answer, if it is known, and before it all that was built on it."""
+        known = self._known.get(key)
+        if known is not None and known.num_built_on:
+            for built in [place for place in self._known if key in self._line(place)]:
+                self._drop(built)
+        self._drop(key)
 
     def _drop(self, key: bytes) -> None:
         """Forget a leaf, if it is known."""

@@ -29,6 +29,7 @@ from appliance.metrics import Metrics
 from appliance.observed_store import ObservedStore
 from appliance.prompts import Head, HistoryEnd, PromptRenderer
 from appliance.recall import Recall
+from appliance.recall_journal import RecallJournal
 from appliance.response_events import ResponseEvents, derived_id
 from appliance.response_store import ResponseStore
 from appliance.session_hub import SessionHub
@@ -342,4 +343,7 @@ def build_services(config: ApplianceConfig, assets: TextAssets | None = None) ->
         metrics=Metrics(),
         admin_key=read_admin_key(server.run_dir),
         owner=read_owner(server.state_dir),
+        recall=Recall(
+            journal=RecallJournal(directory=server.state_dir / "recall", model=assets.fingerprint)
+        ),
     )

@@ -209,7 +209,10 @@ def test_an_agent_outlives_the_server_s_api_process(
     run = agent.run(f"Do it. {mark}")
     assert run.code == 0 and "Still here." in run.output, run.output
     assert (agent.work / "after.txt").read_text() == "after\n"
-    assert [record["turn"] for record in served.asked(f"killed-{name}")] == [0, 1, 2, 3]
+    asked = served.asked(f"killed-{name}")
+    assert [record["turn"] for record in asked] == [0, 1, 2, 3]
+    for before, after in zip(asked, asked[1:], strict=False):
+        assert_history_was_cached(before, after)
 
 
 @pytest.mark.parametrize("name", ["codex", "claude"])
