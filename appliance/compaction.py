@@ -27,7 +27,7 @@ from sessions.compaction import Split
 from sessions.errors import TurnInProgress, VersionConflict
 from sessions.history import replace_history
 from sessions.ids import new_id
-from sessions.items import Compaction, InputText, Item, Message
+from sessions.items import Compaction, InputText, Item, Message, OutputText
 from sessions.session import Session, items_record
 from sessions.token_codec import count, encode_ids
 from sessions.turn_log import COMPACTION, Record, TurnLog
@@ -41,6 +41,7 @@ SUMMARY_REQUEST = (
     "go on: the task, decisions and their reasons, names of files, commands and values, what was "
     "done, and what is left to do. Answer with the summary alone."
 )
+UNDERSTOOD = "Understood."
 MAX_SUMMARY_TOKENS = 2048
 MIN_SUMMARY_TOKENS = 16
 SUMMARY_SHARE = 8  # of the context, at most one part in so many
@@ -138,7 +139,7 @@ class Compactor:
         Waits for turns that run. Raises: ApiError version_conflict where the replaced part itself
         changed meanwhile, context_length_exceeded where nothing is gained.
         """
-        record = self._record(session, split, items)
+        record = self._record(session, split, self._answered(split, items))
         prefilled = await self._warm(session, split, record) if warm else None
         for _ in range(MAX_SWAPS):
             try:
@@ -166,6 +167,15 @@ class Compactor:
         end = services.end_of(session, behind, ())
         rendered = services.renderer.render_turn(end, (ask,), services.head_of(session))
         return behind.token_ids + rendered.token_ids
+
+    def _answered(self, split: Split, items: Sequence[Item]) -> Sequence[Item]:
+        """The items, with an answer behind them where the template wants turns to alternate."""
+        renderer = self._services.renderer
+        is_user = renderer.role_of(items[-1], has_tokens=True) == "user"
+        if renderer.takes_users_in_a_row or not is_user or split.answer is not None:
+            return items
+        part = OutputText(text=UNDERSTOOD)
+        return (*items, Message(id=new_id("item"), role="assistant", content=(part,)))
 
     def _record(self, session: Session, split: Split, items: Sequence[Item]) -> Record:
         """Render the items so that what is kept can follow them as it is."""

@@ -83,6 +83,7 @@ class PromptRenderer:
         self.tool_format = tool_format
         self._template = assets.chat_template
         self._template_has_tools = assets.chat_template.supports_tools
+        self.takes_users_in_a_row = self._probe_users_in_a_row()
         self._stands_alone = {
             has_tools: self._probe_head(PROBE_TOOLS if has_tools else ToolSet())
             for has_tools in (False, True)
@@ -123,8 +124,10 @@ class PromptRenderer:
         role, is_closed = end.role, end.is_closed
         for group in self._groups(items, end.call_names):
             ids += self._append(role, group.messages, head, is_closed, False)
-            ends += [len(ids)] * group.num_items
             role, is_closed = str(group.messages[-1]["role"]), True
+            if role == "assistant":
+                ids = self._to_its_end(ids, head)
+            ends += [len(ids)] * group.num_items
         if add_generation_prompt:
             ids += self._append(role, [], head, is_closed, True)
         exact = len(set(ends)) == len(ends)
@@ -149,18 +152,30 @@ class PromptRenderer:
         if kept_behind is None:
             return rendered
         # Those ids begin with what closes an assistant's message: it would be there twice.
-        closing = encode_ids(
-            self._template.render_append(
-                ("assistant",),
-                [],
-                add_generation_prompt=False,
-                assistant_closed=kept_behind,
-                **head.options,
-            )
-        )
-        ids = rendered.token_ids.removesuffix(closing)
+        closing = self._closing(head, kept_behind)
+        if self.role_of(items[-1], has_tokens=True) == "assistant":
+            closing = closing[: len(closing) - len(self._closing(head, True))]
+        ids = rendered.token_ids.removesuffix(encode_ids(closing))
         ends = tuple(min(end, count(ids)) for end in rendered.item_token_ends)
         return RenderedInput(token_ids=ids, item_token_ends=ends)
+
+    def _closing(self, head: Head, is_closed: bool) -> list[int]:
+        """What a message behind an assistant's begins with, before it says anything itself."""
+        return self._template.render_append(
+            ("assistant",),
+            [],
+            add_generation_prompt=False,
+            assistant_closed=is_closed,
+            **head.options,
+        )
+
+    def _to_its_end(self, ids: list[int], head: Head) -> list[int]:
+        """Ids that end with a rendered answer, up to its end-of-turn token: as if it was sampled.
+
+        What follows that token comes with the message behind it.
+        """
+        rest = self._closing(head, True)
+        return ids[: len(ids) - len(rest)] if rest and ids[-len(rest) :] == rest else ids
 
     def generation_prompt(self, role: str | None, head: Head) -> bytes:
         """Return what asks for an answer behind a message of this role."""
@@ -258,6 +273,15 @@ class PromptRenderer:
             add_generation_prompt=add_generation_prompt,
             **head.options,
         )
+
+    def _probe_users_in_a_row(self) -> bool:
+        """Whether a user may speak twice: some templates want turns to alternate."""
+        user: TemplateMessage = {"role": "user", "content": USER_PROBE}
+        try:
+            self._template.render([user, user])
+        except TextError:
+            return False
+        return True
 
     def _probe_head(self, toolset: ToolSet) -> bool:
         """Whether a head renders alone just as in front of a message, its tools declared in it.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from appliance.compaction import SUMMARY_REQUEST
 from appliance.prompts import LEFT_OUT, SUMMARY_OPENING
+from engine.text.chat_template import ChatTemplate
 from engine.transport import unpack_ids
 from tests.appliance.test_tool_calls import TOOLS, calls_text
 from tests.fakes.appliance import Json, RunningApp, default_assets, ids_of, says, sse_events
@@ -242,6 +244,42 @@ def test_a_summary_that_is_empty_leaves_the_session_as_it_was(app: RunningApp) -
     reply = app.post(f"/v1/sessions/{session_id}/compact", {})
     assert app.error(reply)[:2] == (422, "compaction_failed")
     assert tokens(app, session_id) == before
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role == 'user' and loop.previtem is defined "
+    "and loop.previtem.role == 'user' %}{{ raise_exception('turns must alternate') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_a_template_that_wants_turns_to_alternate_gets_an_answer_to_the_summary(
+    tmp_path: Path, keep: int
+) -> None:
+    assets = default_assets()
+    strict = dataclasses.replace(assets, chat_template=ChatTemplate(ALTERNATING, assets.tokenizer))
+    with RunningApp(tmp_path, assets=strict) as app:
+        session_id = with_turns(app, 2)
+        app.engine.script = says("They asked twice.")
+        path = f"/v1/sessions/{session_id}"
+        assert app.post(f"{path}/compact", {"keep_last_turns": keep}).status_code == 200
+        assert kinds(app, session_id)[:2] == ["compaction", "assistant"]
+        app.engine.script = says("Yes.")
+        assert app.turn(session_id, "go on")["status"] == "completed"
+        kept = [("user", f"{LONG}1"), ("assistant", "Hello there.")] if keep else []
+        messages = [
+            ("system", "Be brief."),
+            ("user", SUMMARY_OPENING + "They asked twice."),
+            ("assistant", "Understood."),
+            *kept,
+            ("user", "go on"),
+            ("assistant", "Yes."),
+        ]
+        whole = strict.chat_template.render([{"role": r, "content": t} for r, t in messages])
+        after = tokens(app, session_id)
+        assert after == whole[: len(after)] and len(whole) - len(after) <= 1
 
 
 # Overflow -------------------------------------------------------------------------------------

@@ -42,7 +42,10 @@ def test_initial_items_are_history_from_the_start(app: RunningApp) -> None:
     session_id = app.session(instructions="Be brief.", initial_items=items)
     ids = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
     messages = [{"role": "system", "content": "Be brief."}, *items]
-    assert ids == default_assets().chat_template.render(messages)
+    whole = default_assets().chat_template.render(messages)
+    end_id = default_assets().chat_template.end_token_id
+    # Up to the end of the answer, as where it was sampled; the rest comes with what follows.
+    assert ids == whole[: len(ids)] and ids[-1] == end_id and end_id not in whole[len(ids) :]
     listed = app.get(f"/v1/sessions/{session_id}/items").json()["data"]
     assert [item["role"] for item in listed] == ["user", "assistant"]
 
@@ -180,3 +183,23 @@ def test_a_quota_of_sessions_is_enforced_per_tenant(tmp_path: Path) -> None:
         assert reply.headers["retry-after"]
         app.http.delete(f"/v1/sessions/{session_id}")
         app.session()
+
+
+def test_answers_that_a_client_brings_are_followed_as_those_that_were_sampled(
+    app: RunningApp,
+) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    session_id = app.session(instructions="Be brief.", initial_items=messages)
+    more = [{"role": "user", "content": "e"}, {"role": "assistant", "content": "f"}]
+    app.post(f"/v1/sessions/{session_id}/items", {"items": more})
+    app.turn(session_id, "g")
+    talk = [{"role": "system", "content": "Be brief."}, *messages, *more]
+    talk += [{"role": "user", "content": "g"}, {"role": "assistant", "content": "Hello there."}]
+    whole = default_assets().chat_template.render(talk)
+    ids = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
+    assert ids == whole[: len(ids)] and len(whole) - len(ids) <= 1
