@@ -105,9 +105,9 @@ void LeaseBook::note_losses_below() {
   std::vector<std::int64_t> lost;
   for (const auto& [id, lease] : leases_) {
     if (lease->tier == Tier::kL1) continue;
-    const auto gone = std::ranges::find_if(lease->names, [&](const PageHash& name) {
-      return !is_there(lease->tier, name);
-    });
+    const Tier tier = lease->tier;
+    const auto gone = std::ranges::find_if(
+        lease->names, [&](const PageHash& name) { return !is_there(tier, name); });
     if (gone == lease->names.end()) continue;
     std::vector<PageHash> left(lease->names.begin(), gone);
     detach(*lease);
@@ -116,7 +116,7 @@ void LeaseBook::note_losses_below() {
       lost.push_back(id);
       continue;
     }
-    attach_below(*lease, lease->tier, std::move(left));
+    attach_below(*lease, tier, std::move(left));
     events_.push_back({id, LeaseEventKind::kRevoked, lease->num_tokens});
   }
   for (const std::int64_t id : lost) end(id, LeaseEventKind::kRevoked);
