@@ -354,3 +354,24 @@ def test_the_inputs_of_the_scheduler_can_be_logged_and_replayed(tmp_path: Path) 
     serve(engine, work)
     report = replay(read_log(log.read_bytes().splitlines()))
     assert report.first_difference == 0 and report.num_plans > 20
+
+
+def test_what_the_store_gives_is_used_up_to_the_first_bad_page(tmp_path: Path) -> None:
+    store = make_store()
+    prompt = prompt_of(1, 33)
+
+    async def work(client: EngineClient) -> None:
+        await ask(client, "a", prompt, 1)
+        await client.move_prefix(pack_ids(prompt), "l3")
+        fifth = list(store.objects)[4]  # they were put in order
+        store.objects[fifth] = store.objects[fifth][:-1] + b"?"
+        hit = await ask(client, "b", [*prompt, 9])
+        assert hit == api.CacheHit(l3=4 * PAGE_SIZE, to_compute=34 - 4 * PAGE_SIZE)
+        await settled(client)
+        hit = await ask(client, "c", [*prompt, 8])
+        assert hit.to_compute <= 2
+        checked = await client.verify_tiers()
+        assert checked.bad == {"l2": 0, "l3": 0}
+
+    tiers = TiersConfig(l3_wait_ms=5000)
+    serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=store), work)
