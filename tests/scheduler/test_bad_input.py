@@ -36,6 +36,11 @@ def spec(**options: object) -> cpp.RequestSpec:
         ("token_budget", 0),
         ("ageing_ms", 0),
         ("suffix_us_per_token", -1),
+        ("num_l2_pages", -1),
+        ("num_l3_pages", 0),
+        ("l3_wait_ms", 10**8),
+        ("max_preemptions", 1001),
+        ("lease_percent", 101),
     ],
 )
 def test_a_config_value_out_of_range_names_its_field(field: str, value: int) -> None:
@@ -60,6 +65,8 @@ def test_slot_mapping_entries_must_fit_in_32_bits() -> None:
         ({"request_id": -1}, "request_id: -1 is negative"),
         ({"num_draft_tokens": 65}, "num_draft_tokens: 65 is not in"),
         ({"priority": 1001}, "priority: 1001 is not in"),
+        ({"l3_wait_ms": -2}, "l3_wait_ms: -2 is not in"),
+        ({"send_kv": True, "remote_prefill": True}, "send_kv: true with remote_prefill"),
     ],
 )
 def test_a_bad_request_names_its_field(options: dict[str, object], message: str) -> None:
@@ -153,6 +160,10 @@ def test_unknown_requests_and_tickets_are_named() -> None:
         scheduler.advance([cpp.Abort(request_id=7)])
     with pytest.raises(ValueError, match=r"events\[0\].ticket: 3 is not in flight"):
         scheduler.advance([cpp.TransferAck(ticket=3, ok=True)])
+    with pytest.raises(ValueError, match=r"events\[0\].probe_id: 3 is not open"):
+        scheduler.advance([cpp.ProbeDone(probe_id=3, num_pages=0)])
+    with pytest.raises(ValueError, match=r"events\[0\].request_id: 7 is not being sent"):
+        scheduler.advance([cpp.SendDone(request_id=7, ok=True)])
     with pytest.raises(TypeError, match="an event is a StepDone"):
         scheduler.advance(["abort"])  # type: ignore[list-item]
 
