@@ -21,7 +21,7 @@ from sessions.store import ListQuery
 from sessions.token_codec import encode_ids
 
 OK, WARN, FAIL = "ok", "warning", "failed"
-ASK_S = 5.0
+ASK_S = 2.0
 CANARY_TOKENS = 200
 CANARY_SALT = "doctor"
 

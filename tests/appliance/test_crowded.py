@@ -68,7 +68,7 @@ class Crowded:
         return stats
 
     def turn(self, session_id: str, text: str | list[Json] = TEXT, **fields: object) -> Json:
-        body = {"input": text, "temperature": 0.0, "max_output_tokens": 4, **fields}
+        body = {"input": text, "temperature": 0.0, "max_output_tokens": 2, **fields}
         with httpx.Client(base_url=self.app.url, timeout=60) as http:
             reply = http.post(f"/v1/sessions/{session_id}/turns", json=body)
         assert reply.status_code == 200, reply.text
@@ -133,7 +133,7 @@ def test_leases_on_twice_the_pool_stop_nobody(crowded: Crowded) -> None:
 def test_a_session_that_lost_its_kv_says_what_it_would_have_said(crowded: Crowded) -> None:
     session_id = crowded.app.session()
     crowded.turn(session_id)
-    for number in range(8):
+    for number in range(10):
         crowded.turn(crowded.app.session(instructions=f"Crowd {number}."))
     turn = crowded.turn(session_id)
     assert turn["cache"]["miss"]["reason"] == "evicted"
@@ -226,7 +226,7 @@ def test_forks_that_start_cold_compute_their_shared_prefix_once(crowded: Crowded
     parent = crowded.app.session(instructions="A shared start. " + TEXT)
     crowded.turn(parent)
     shared = len(crowded.tokens(parent))
-    for number in range(8):  # its KV goes
+    for number in range(10):  # its KV goes
         crowded.turn(crowded.app.session(instructions=f"Flood {number}."))
     reply = crowded.app.post(f"/v1/sessions/{parent}/fork", {"n": 8}).json()
     children = [child["id"] for child in reply["data"]]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,4 +91,25 @@ def test_a_session_suspended_on_one_appliance_goes_on_on_another(
     assert [*said, text_of(turn)] == want
     # And back again, without a word: what the turn added is computed where it is not found.
     assert home.get(f"/v1/sessions/{session_id}")["revision"] == 3
-    assert say(home, session_id, 0)["status"] == "completed"
+    assert home.get(f"/v1/sessions/{session_id}")["status"] == "idle"
+    assert say(home, session_id, 0)["committed"]
+
+
+def test_a_reader_is_told_to_come_back_when_its_appliance_stops(
+    pair: tuple[SharingAppliance, SharingAppliance],
+) -> None:
+    """SIGTERM in the middle of a turn that is longer than the drain."""
+    home, abroad = pair
+    session_id = abroad.session()
+    ask = {"max_output_tokens": 1500, "ignore_eos": True}
+    seen: list[Json] = []
+    for event in abroad.events(session_id, "Count up from one.", **ask):
+        if event["type"] == "response.output_text.delta" and len(seen) == 8:
+            abroad.process.send_signal(signal.SIGTERM)
+        seen.append(event)
+    last = seen.pop()
+    assert last["type"] == "stream.reconnect"
+    assert last["starting_after"] == seen[-1]["sequence_number"] == len(seen)
+    assert abroad.process.wait(60) == 0
+    left = home.get(f"/v1/sessions/{session_id}/turns/{last['turn_id']}")
+    assert left["status"] == "running"  # for the next process, or for this one after a while

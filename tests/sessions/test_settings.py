@@ -64,7 +64,9 @@ def test_values_out_of_range_are_refused_with_their_path(
 def test_only_mutable_settings_change() -> None:
     changed = SessionSettings().changed(priority=2, on_conflict="queue")
     assert (changed.priority, changed.on_conflict) == (2, "queue")
-    with pytest.raises(SettingError, match="reasoning: fixed"):
-        SessionSettings().changed(reasoning=ReasoningPolicy())
+    thinks = SessionSettings().changed(reasoning=ReasoningPolicy(history="drop_before_last_user"))
+    assert thinks.reasoning.history == "drop_before_last_user"
+    with pytest.raises(SettingError, match="strict_model: fixed"):
+        SessionSettings().changed(strict_model=True)
     with pytest.raises(SettingError, match="on_conflict"):
         SessionSettings().changed(on_conflict="never")
