@@ -21,7 +21,7 @@ _ROWS, _COLS = 128, 192
 
 
 def _weight(kind: str, generator: torch.Generator, is_gate_up: bool) -> LinearWeight:
-    values = torch.randn(_ROWS, _COLS, generator=generator) * _COLS**-0.5
+    values: torch.Tensor = torch.randn(_ROWS, _COLS, generator=generator) * _COLS**-0.5
     if kind == "dense":
         return values
     if kind == "fp8_block":

@@ -92,6 +92,8 @@ def _w4_rows(
     loads = _loads(num_tokens)
     blocks = weight.num_cols // 64
     ways = MANY_WAYS if num_parts or loads == 8 else WAYS
+    # A second step's words are fetched while the first is multiplied: 16 tokens leave no room.
+    most = 4 if loads == 16 and blocks > 32 else 32 // ways
     scale = SCALE_CODES[weight.format]
     pdl = use_pdl(x.device)
     w4_rows_kernel[(weight.num_rows // 16, triton.cdiv(num_tokens, loads))](
@@ -117,7 +119,7 @@ def _w4_rows(
         TOKENS=max(8, loads),
         LOADS=loads,
         WAYS=ways,
-        KC=min(32 // ways, triton.next_power_of_2(triton.cdiv(blocks, ways))),
+        KC=min(most, triton.next_power_of_2(triton.cdiv(blocks, ways))),
         PARTS=num_parts,
         NORMS=gain is not out,
         ADDS=residual is not out,
