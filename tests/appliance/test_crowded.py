@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.config import TiersConfig
 from tests.fakes.appliance import Json, RunningApp, default_assets, sse_events
 from tests.fakes.live_engine import LiveEngine
 from tests.fakes.scripted_runner import ScriptedRunner
@@ -97,7 +98,8 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowded]:
         max_context_len=CONTEXT,
     )
     with RunningApp(root, with_engine=False) as app:
-        engine = LiveEngine(app.config.engine.run_dir, runner, token_budget=128)
+        one_tier = TiersConfig(l2_bytes=0)  # what L1 has no room for is gone
+        engine = LiveEngine(app.config.engine.run_dir, runner, token_budget=128, tiers=one_tier)
         assert engine.socket_path == app.config.engine.socket_path
         with engine:
             deadline = time.monotonic() + 20
@@ -246,11 +248,13 @@ def test_three_times_the_pool_still_reuses_what_it_can(crowded: Crowded) -> None
         crowded.turn(session_id)
     wanted = sum(len(crowded.tokens(session_id)) for session_id in sessions)
     assert wanted > 2 * POOL
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        turns = list(pool.map(lambda s: crowded.turn(s, "More."), sessions))
+    rng = random.Random(3)
+    order = [rng.choice(sessions) for _ in range(20)]
+    turns = [crowded.turn(session_id, "More.") for session_id in order]
     found = sum(sum(turn["x_cache"].values()) for turn in turns)
-    # What is there is found: no cycle in which each evicts what the next one needs.
-    assert found > POOL / 4, found
+    # Sessions that come back in any order find about the share of the pool: no collapse.
+    asked = sum(turn["usage"]["input_tokens"] for turn in turns)
+    assert found > asked / 5, (found, asked)
     crowded.settle()
 
 
