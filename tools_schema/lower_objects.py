@@ -2,7 +2,8 @@
 """Owns lowering a flat object schema for the grammar. Does not know: other types.
 
 Properties are written in their declared order. Undeclared ones are written only where the schema
-says so (`additionalProperties`, or no word of properties at all): a model invents too easily.
+says so (`additionalProperties`, or no word of properties at all), since a model invents too easily;
+beside declared ones only if they begin with another letter than each of those.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ Descend = Callable[[Any, str], "Schema | None"]
 Lose = Callable[[str, str], None]
 IsValid = Callable[[Schema, Any], bool]
 
+# What no key holds unescaped, for a class of characters.
+_NO_KEY = r'"\\\x00-\x1f'
 OBJECT_KEYS = frozenset(
     {
         "properties",
@@ -90,7 +93,19 @@ def _extras(schema: Schema, path: str, has_declared: bool, descend: Descend, los
     if names is not True and extra is not False:
         return _named(names, extra, path, descend, lose)
     node = descend(extra, f"{path}.*")
-    return {"additionalProperties": False if node is None else node or True}
+    if node is None or not has_declared:
+        return {"additionalProperties": False if node is None else node or True}
+    # The engine spends 0.03 s on each letter of each declared key to keep it out of the others
+    # (129k tokens): so the others begin with another letter.
+    pattern = f"[^{_first_letters(schema)}{_NO_KEY}][^{_NO_KEY}]*"
+    return {"patternProperties": {pattern: node or True}, "additionalProperties": False}
+
+
+def _first_letters(schema: Schema) -> str:
+    """What the declared and required keys begin with, for a class of characters."""
+    keys = [*schema.get("properties", {}), *schema.get("required", [])]
+    letters = dict.fromkeys(key[0] for key in keys if key)
+    return "".join(f"\\{c}" if c in "]^-[" else c for c in letters if c not in '"\\')
 
 
 def _patterned(

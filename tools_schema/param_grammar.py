@@ -9,7 +9,8 @@ hold its own end marker: these families have no escape for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tools_schema.formats.base import ParamStyle
@@ -30,6 +31,7 @@ from tools_schema.validation import parse_json
 
 Lose = Callable[[str, str], None]
 
+_KEY_CHARS = string.ascii_letters + string.digits + "_.$-"
 _KEY = r"[A-Za-z0-9_.$-]{1,64}"
 _SAFE_FOR_TEXT = frozenset({"type", "minLength", "maxLength", "pattern", "format"})
 
@@ -61,6 +63,10 @@ class ParamGrammar:
         return sequence([*parts, *self._undeclared(node)])
 
     def _undeclared(self, node: Schema) -> list[Node]:
+        declared = node.get("properties", {})
+        if "patternProperties" in node and declared:
+            [value] = node["patternProperties"].values()
+            return [repeat(self._param(regex(_other_key(declared)), _schema(value), "*"), 0, None)]
         if "patternProperties" in node:
             self._lose("", "the pattern of the keys is not held in tagged parameters")
             [value] = node["patternProperties"].values()
@@ -68,10 +74,7 @@ class ParamGrammar:
             value = node.get("additionalProperties", "properties" not in node)
         if value is False:
             return []
-        if node.get("properties"):
-            self._lose("", "an undeclared parameter may repeat a declared one")
-        schema = {} if value is True else value
-        return [repeat(self._param(regex(_KEY), schema, "*"), 0, None)]
+        return [repeat(self._param(regex(_KEY), _schema(value), "*"), 0, None)]
 
     def _listed_object(self, value: dict[str, Any]) -> Node:
         return sequence([self._param(const(k), {"enum": [v]}, k) for k, v in value.items()])
@@ -181,6 +184,18 @@ class ParamGrammar:
                 break
             schema = self._defs[schema["$ref"].rpartition("/")[2]]
         return schema
+
+
+def _other_key(declared: Iterable[str]) -> str:
+    """A key that begins with another letter than every declared one."""
+    taken = {key[0] for key in declared if key}
+    first = "".join(c for c in _KEY_CHARS if c not in taken)
+    return f"[{first}][{_KEY_CHARS}]{{0,63}}"
+
+
+def _schema(value: Any) -> Schema:
+    """`true` as the schema that it stands for."""
+    return {} if value is True else dict(value)
 
 
 def _never_writes(pattern: str, char: str) -> bool:

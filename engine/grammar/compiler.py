@@ -34,6 +34,9 @@ MAX_NESTING = 128
 MAX_TEXT_BYTES = 4 << 20
 MAX_WHITESPACE = 2  # unbounded JSON whitespace lets a model loop
 ERROR_ENTRY_BYTES = 1024
+# The largest tool sets need more than 1 s of one core (129k tokens). The threads are as nice as the
+# worker that starts them.
+COMPILE_THREADS = 2
 # A compile shares the cores with the forward pass, whose threads wait for each other.
 WORKER_NICENESS = 5
 
@@ -156,7 +159,8 @@ class GrammarCompiler:
         # Its own cache shares rules between grammars, and with it 0.2.8 now and then compiles a
         # grammar whose bitmask allows a token that its matcher refuses (77 of 80,482 random ones;
         # none of 20,000 without). Ours keeps whole grammars, so a repeated one is free as before.
-        self._backend = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        threads = min(COMPILE_THREADS, os.cpu_count() or 1)
+        self._backend = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
         for thread in self._threads:
             thread.start()
 

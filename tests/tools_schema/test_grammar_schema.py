@@ -12,7 +12,7 @@ import xgrammar
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.grammar_oracle import RandomWalker, byte_compiler
+from tests.fakes.grammar_oracle import RandomWalker, accepts, byte_compiler
 from tools_schema.grammar_nodes import json_value
 from tools_schema.grammar_schema import LoweredSchema, lower_schema
 from tools_schema.structural_tag import GrammarPlan
@@ -279,3 +279,27 @@ def test_whatever_the_grammar_of_a_random_schema_writes_is_valid(
         if ended and not lowered.losses:
             text = b"".join(pieces).decode()
             assert validator.problems(text) == [], (text, lowered.schema)
+
+
+def test_undeclared_properties_begin_with_another_letter_than_the_declared_ones() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"plan": {"type": "string"}, "]x": {}, "^": {}, "-": {}, "\\": {}, '"': {}},
+        "additionalProperties": {"type": "integer"},
+    }
+    lowered = lower_schema(schema, must_be_object=True)
+    assert lowered.losses == ()
+    for text, is_valid in (
+        ('{"plan": "x", "size": 1}', True),
+        ('{"size": 1, "x": 2}', True),
+        ('{"plan": 5}', False),
+        ('{"size": "x"}', False),
+        ('{"plan": "x", "plan": "y"}', False),
+        ('{"place": 1}', False),  # valid, and not written
+        ('{"]y": 1}', False),
+        ('{"-": 1, "size": 2}', True),
+    ):
+        plan = GrammarPlan(text=json.dumps(
+            {"type": "structural_tag", "format": json_value(lowered.schema)}
+        ))  # fmt: skip
+        assert accepts(plan, text) == is_valid, text
