@@ -122,6 +122,7 @@ def errors_page() -> str:
 def metrics_page() -> str:
     """Return docs/metrics.md."""
     from appliance.metrics import Metrics
+    from appliance.turn_watchdog import declare_stalls
 
     lines = [
         NOTE.format(how=WRITE),
@@ -131,7 +132,9 @@ def metrics_page() -> str:
         "| name | type | meaning |",
         "|---|---|---|",
     ]
-    for family in Metrics().registry.collect():
+    registry = Metrics().registry
+    declare_stalls(registry)
+    for family in registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         lines.append(f"| {name} | {family.type} | {family.documentation} |")
     return "\n".join(lines) + "\n"

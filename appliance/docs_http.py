@@ -36,9 +36,10 @@ Each event has an `id:` line (its number), an `event:` line (its type) and JSON 
 |---|---|
 | turn.created | `turn` |
 | turn.queued | `position`: turns that wait in front of this one |
-| turn.cache | `cached_l1`, `cached_l2`, `cached_l3`, `to_compute`, `miss` |
+| turn.cache | `cached_l1`, `cached_l2`, `cached_l3`, `to_compute`, `miss`; anew for a new engine |
 | turn.prefill.progress | `done`, `total` |
 | turn.in_progress | none: the first token is there |
+| turn.stalled | `phase`: queued, prefill or decode; `waiting_s` without a word of the engine |
 | response.output_item.added | `output_index`, `item` |
 | response.content_part.added, .done | `item_id`, `output_index`, `content_index`, `part` |
 | response.output_text.delta, .done | the same, but `delta` or `text` for `part` |
@@ -57,8 +58,11 @@ Exactly one of the last four ends a turn. It carries `items` (the output as it w
 expected, and the `miss`), `x_grammar_fallback` (tools whose grammar is looser than their schema),
 `x_invalid_calls` (calls whose arguments break their schema).
 
-A miss has a `reason` (`evicted`, `engine_restarted`, `model_changed`, `settings_changed`), the
-`first_diverging_item` and `missed_tokens`.
+A stream that ends because the appliance stops, and not the turn, has one last frame without a
+number: `stream.reconnect` with `starting_after` and `retry_after_ms`. The rest is to be had there.
+
+A miss has a `reason` (`evicted`, `engine_restarted`, `model_changed`, `settings_changed`,
+`compacted`, `reasoning_dropped`), the `first_diverging_item` and `missed_tokens`.
 
 ## The events of a session, and of the cache
 
@@ -78,8 +82,12 @@ with `num`.
 | session.closed | the last event |
 | session.residency | only `session_id` and `l1`, `l2`, `l3`: tokens in each tier |
 | session.prefilled | only `session_id`, `state`, `cached_tokens`, `computed_tokens`, `error` |
-| session.signal | `signal`, `decision`, `reason`, `cached_tokens` and what came with it |
-| lease.granted, .clipped, .queued, .denied, .revoked, .expired | only `session_id` and `lease` |
+| session.signal | `signal`, `decision`, `reason`, `cached_tokens`, `resident`, what came with it |
+| session.moved | only `session_id`, `tier`, `resident`: a signal's demotion or prefetch is over |
+| session.compaction_started | only `session_id`, `replaced_items` |
+| session.compacted | only what `POST .../compact` answers |
+| session.compaction_failed | only `session_id`, `code`, `message` |
+| lease.granted, .clipped, .queued, .denied, .demoted, .revoked, .expired | only those, `lease` |
 | cache.stored, cache.moved, cache.removed | `tier`, `page_hash`, `parent_hash`, `num_tokens` |
 | cache.reset | none that mean anything: forget what earlier events said |
 """

@@ -29,7 +29,7 @@ from appliance.turns import TurnService
 from sessions.errors import SessionNotFound
 from sessions.history import fork, replace_history
 from sessions.items import parse_items
-from sessions.session import Session, new_session
+from sessions.session import QUEUED, Session, new_session
 from sessions.store import ListQuery
 from sessions.turn_log import PRELUDE, Record
 from tools_schema.tool_choice import parse_tool_choice
@@ -85,6 +85,9 @@ class SessionService:
         services = self._services
         session = await services.store.get(session_id, tenant=tenant)
         wire = turn_view.session_wire(session, services.clock_ms())
+        waiting = self._turns.queue.first(session_id)
+        if waiting is not None and session.current_turn is None:
+            wire |= {"status": QUEUED, "current_turn": waiting}
         quota = await services.quota_of(session.tenant)
         if quota.max_sessions or quota.max_tokens:
             usage = await services.store.tenant_usage(session.tenant)

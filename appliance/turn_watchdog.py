@@ -12,7 +12,7 @@ import logging
 import time
 from typing import Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from appliance.services import Services
 from appliance.turn_run import TurnRun
@@ -24,6 +24,23 @@ STALL_S = 30.0
 LOOK_EVERY_S = 1.0
 
 
+def declare_stalls(registry: CollectorRegistry) -> tuple[Gauge, Counter]:
+    """Declare the series of this module: turns that are stalled now, and stalls so far."""
+    return (
+        Gauge(
+            "moorage_turns_stalled",
+            f"Turns without any progress for {STALL_S:g} s or more.",
+            registry=registry,
+        ),
+        Counter(
+            "moorage_turn_stalls_total",
+            "Times that a turn made no progress for too long, by what it waited for.",
+            ["phase"],
+            registry=registry,
+        ),
+    )
+
+
 class TurnWatchdog:
     """One per process."""
 
@@ -31,18 +48,7 @@ class TurnWatchdog:
         self._runner = runner
         self._stall_s = stall_s
         self._stalled: dict[str, TurnRun] = {}
-        registry = services.metrics.registry
-        self._gauge = Gauge(
-            "moorage_turns_stalled",
-            f"Turns without any progress for {stall_s:g} s or more.",
-            registry=registry,
-        )
-        self._counter = Counter(
-            "moorage_turn_stalls_total",
-            "Times that a turn made no progress for too long, by what it waited for.",
-            ["phase"],
-            registry=registry,
-        )
+        self._gauge, self._counter = declare_stalls(services.metrics.registry)
 
     @property
     def stalled(self) -> list[dict[str, Any]]:

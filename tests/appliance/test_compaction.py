@@ -8,6 +8,7 @@ import dataclasses
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from appliance.compaction import SUMMARY_REQUEST
@@ -316,6 +317,29 @@ def test_a_turn_that_does_not_fit_waits_for_the_summary_and_then_runs(app: Runni
     sent = app.engine.requests[num_before:]
     asked = [r for r in sent if SUMMARY_REQUEST in text_of(r.token_ids)]
     assert len(asked) == num_summaries
+
+
+def test_a_session_whose_turn_waits_for_room_is_queued(app: RunningApp) -> None:
+    context = {"max_tokens": 400, "on_overflow": "compact", "compact_at": 1.0}
+    session_id = app.session(context=context)
+    path = f"/v1/sessions/{session_id}"
+    app.engine.script = says("Hello there.")
+    while app.get(path).json()["num_tokens"] < 280:
+        app.turn(session_id, LONG, max_output_tokens=16)
+    app.engine.pause()
+    body = {"input": LONG * 2, "stream": True, "max_output_tokens": 16}
+    with app.http.stream("POST", f"{path}/turns", json=body) as reply:
+        events = sse_events(reply)
+        turn_id = next(events)["turn_id"]
+        with httpx.Client(base_url=app.url) as http:
+            seen = http.get(path).json()
+            assert (seen["status"], seen["current_turn"]) == ("queued", turn_id)
+            refused = http.post(f"{path}/turns", json={"input": "x"})
+            assert app.error(refused)[:2] == (409, "turn_in_progress")
+            assert refused.json()["error"]["turn_id"] == turn_id
+        app.engine.resume()
+        assert list(events)[-1]["type"] == "turn.completed"
+    assert app.get(path).json()["status"] == "idle"
 
 
 def test_a_long_history_is_compacted_beside_its_turns(app: RunningApp) -> None:
