@@ -80,8 +80,8 @@ def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> Non
 class RandomWeights:
     """A checkpoint that was never trained, for benchmarks: seeded by each tensor's name.
 
-    Made on `device`, in 4 bits too where a format is named. Vectors are ones if they are weights,
-    zeros if they are biases.
+    Made on `device`, in 4 bits too where a format is named (but for the output head, which
+    checkpoints keep plain). Vectors are ones if they are weights, zeros if they are biases.
     """
 
     def __init__(self, device: torch.device | None = None, w4_format: str | None = None) -> None:
@@ -106,6 +106,6 @@ class RandomWeights:
         return None
 
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
-        if self._w4_format is None:
+        if self._w4_format is None or name.startswith("lm_head"):
             return None
         return quantize_w4(self.dense(name, shape, torch.float32), self._w4_format)
