@@ -14,6 +14,7 @@ import torch
 from kernels.errors import KernelInputError
 
 BLOCK = 128
+E4M3_MAX = 448.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +63,17 @@ def concat_fp8(parts: Sequence[Fp8Weight]) -> Fp8Weight | None:
         values=values.view(parts[0].values.dtype),
         scales=torch.cat([part.scales for part in parts]),
     )
+
+
+def quantize_fp8(weight: torch.Tensor) -> Fp8Weight:
+    """Return a weight [N, K] in fp8, each block scaled by its largest magnitude."""
+    num_rows, num_cols = weight.shape
+    pads = (0, -num_cols % BLOCK, 0, -num_rows % BLOCK)
+    blocks = torch.nn.functional.pad(weight.float(), pads)
+    blocks = blocks.view(-(-num_rows // BLOCK), BLOCK, -(-num_cols // BLOCK), BLOCK)
+    top = blocks.abs().amax(dim=(1, 3))
+    scales = torch.where(top > 0, top / E4M3_MAX, 1.0)
+    coded = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    rows = coded.view(torch.uint8).reshape(blocks.shape[0] * BLOCK, -1)
+    values = rows[:num_rows, :num_cols].contiguous().view(torch.float8_e4m3fn)
+    return Fp8Weight(values=values, scales=scales)

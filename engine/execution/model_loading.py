@@ -19,7 +19,7 @@ from engine.models.model import LoadOptions, PagedModel
 from engine.models.registry import Architecture, architecture, architecture_of
 from engine.weights.gguf import open_gguf
 from engine.weights.gguf_weights import GgufWeights
-from engine.weights.quantized import declared_w4_format, open_hf_weights
+from engine.weights.quantized import declared_block_format, open_hf_weights
 from engine.weights.reader import RandomWeights, WeightReader
 from engine.weights.source import ModelKind, ModelSource, resolve_model
 from kernels.registry import REGISTRY, Priority
@@ -46,7 +46,7 @@ class _Opened:
 
     kind: Architecture
     decoder: Any
-    block_format: str | None  # low-bit form that a kernel may take: gguf | nvfp4 | mxfp4 | mxint4
+    block_format: str | None  # low-bit form that a kernel may take: gguf | nvfp4 | ... | fp8_block
     open_reader: Callable[[torch.device], WeightReader]
 
 
@@ -121,7 +121,8 @@ def _choose_precision(
 
     On a CPU `auto` is bfloat16 with packed weights where a compiled kernel runs the whole decoder,
     else float32 with dequantised weights: the plain kernels would expand blocks at every step. On
-    a GPU it is bfloat16, with packed weights where the checkpoint has a 4-bit format.
+    a GPU it is bfloat16, with packed weights where the checkpoint has a 4-bit format, or
+    fp8 in blocks of 128.
 
     Raises:
         ConfigError: a setting does not go with the checkpoint or with `deterministic`.
@@ -129,7 +130,7 @@ def _choose_precision(
     is_gguf = opened.block_format == "gguf"
     has_blocks = is_gguf if device == "cpu" else not is_gguf and opened.block_format is not None
     if config.weights == "packed" and not has_blocks:
-        kinds = "no GGUF file" if device == "cpu" else "no checkpoint in 4 bits"
+        kinds = "no GGUF file" if device == "cpu" else "no checkpoint in 4 bits or fp8"
         raise ConfigError(
             "engine.weights", config.weights, f"auto | dequantized, as {source.path} is {kinds}"
         )
@@ -166,7 +167,7 @@ def _deterministic_precision(config: EngineConfig) -> tuple[str, bool]:
 
 def _open(source: ModelSource, is_dummy: bool) -> _Opened:
     if source.kind is ModelKind.HF:
-        kind, block_format = architecture_of(source.path), declared_w4_format(source.path)
+        kind, block_format = architecture_of(source.path), declared_block_format(source.path)
 
         def open_reader(device: torch.device) -> WeightReader:
             if is_dummy:

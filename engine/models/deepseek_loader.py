@@ -19,6 +19,7 @@ from engine.models.deepseek_config import MAX_TOP_K, DeepseekConfig, ExpertsConf
 from engine.models.model import LoadOptions
 from engine.weights.errors import WeightMismatchError
 from engine.weights.reader import CheckingReader, WeightReader
+from kernels.fp8_weight import Fp8Weight, concat_fp8
 from kernels.moe_routing import MoeRouting
 from kernels.ops.linear import LinearWeight
 from kernels.reference.quant import W4Weight
@@ -29,6 +30,8 @@ from kernels.w4_layout import (
     tile_w4_linear,
     tile_w4_swiglu,
 )
+
+_Part = tuple[str, Sequence[int], torch.Tensor | None]  # name, shape, order of its rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +139,7 @@ class _Loader:
             gate_up = tile_w4_swiglu(gate, up)
         else:
             names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
-            gate_up = torch.cat([self._dense(name, (width, hidden)) for name in names])
+            gate_up = self._fp8_or_dense([(name, (width, hidden), None) for name in names])
         return FfnWeights(
             gate_up=gate_up, down=self._linear(f"{prefix}.down_proj", (hidden, width))
         )
@@ -246,7 +249,7 @@ class _Loader:
     def _linear(self, name: str, shape: Sequence[int]) -> LinearWeight:
         return self._rows((name, shape, None))
 
-    def _rows(self, *parts: tuple[str, Sequence[int], torch.Tensor | None]) -> LinearWeight:
+    def _rows(self, *parts: _Part) -> LinearWeight:
         """One weight of the rows of several, (name, shape, order of its rows) each."""
         packed = [self._one_w4(name, shape) for name, shape, _ in parts]
         kept = [weight for weight in packed if weight is not None]
@@ -255,11 +258,34 @@ class _Loader:
             return tile_w4_linear(
                 [_reordered(weight, order) for weight, order in zip(kept, orders, strict=True)]
             )
+        return self._fp8_or_dense(parts)
+
+    def _fp8_or_dense(self, parts: Sequence[_Part]) -> LinearWeight:
+        fp8 = self._fp8(parts)
+        if fp8 is not None:
+            return fp8
         dense = [
             self._dense(name, shape) if order is None else self._dense(name, shape)[order]
             for name, shape, order in parts
         ]
         return dense[0] if len(dense) == 1 else torch.cat(dense)
+
+    def _fp8(self, parts: Sequence[_Part]) -> Fp8Weight | None:
+        """None where a part is not kept in fp8, or its scales do not survive reordering."""
+        kept: list[Fp8Weight] = []
+        for name, shape, order in parts:
+            if not self._options.keep_packed or shape[0] % 16 or shape[1] % 32:
+                return None
+            found = self._reader.fp8(f"{name}.weight", shape)
+            if found is None:
+                return None
+            device = self._options.device
+            moved = Fp8Weight(values=found.values.to(device), scales=found.scales.to(device))
+            reordered = moved if order is None else moved.rows(order)
+            if reordered is None:
+                return None
+            kept.append(reordered)
+        return kept[0] if len(kept) == 1 else concat_fp8(kept)
 
     def _dense(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         return self._tensor(f"{name}.weight", shape, self._options.dtype)

@@ -15,6 +15,7 @@ import torch
 from engine.weights.errors import WeightMismatchError
 from engine.weights.gguf import GgufFile, GgufTensor
 from engine.weights.reader import check_shape
+from kernels.fp8_weight import Fp8Weight
 from kernels.packed_weight import BLOCK_BYTES, PackedWeight, pack_linear
 from kernels.reference.quant import W4Weight
 
@@ -68,6 +69,9 @@ class GgufWeights:
         return weight.rows(self._row_order(shape[0])) if _is_rotated(name) else weight
 
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
+        return None
+
+    def fp8(self, name: str, shape: Sequence[int]) -> Fp8Weight | None:
         return None
 
     def _tensor(self, name: str, shape: Sequence[int]) -> GgufTensor:

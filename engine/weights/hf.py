@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.weights.errors import ModelFormatError, ModelNotFoundError, WeightMismatchError
 from engine.weights.reader import check_shape
+from kernels.fp8_weight import Fp8Weight
 from kernels.packed_weight import PackedWeight
 from kernels.reference.quant import W4Weight
 
@@ -87,6 +88,9 @@ class HfWeights:
         return None
 
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
+        return None
+
+    def fp8(self, name: str, shape: Sequence[int]) -> Fp8Weight | None:
         return None
 
     def _file(self, name: str, expected: Sequence[int]) -> Any:

@@ -19,6 +19,8 @@ from engine.weights.quant_config import (
     read_json_object,
 )
 from engine.weights.stored_formats import stored_format
+from kernels.fp8_weight import BLOCK as FP8_BLOCK
+from kernels.fp8_weight import Fp8Weight
 from kernels.packed_weight import PackedWeight
 from kernels.reference.quant import W4Weight
 
@@ -67,6 +69,9 @@ class QuantizedWeights:
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
         return self._format.w4(self._files, name, shape) if self.is_low_bit(name) else None
 
+    def fp8(self, name: str, shape: Sequence[int]) -> Fp8Weight | None:
+        return self._format.fp8(self._files, name, shape) if self.is_low_bit(name) else None
+
     def is_low_bit(self, name: str) -> bool:
         """Whether this weight is stored in the checkpoint's low-bit layout."""
         return name.endswith(".weight") and self._format.holds(self._files, name)
@@ -81,10 +86,14 @@ def open_hf_weights(directory: Path) -> HfWeights | QuantizedWeights:
     return HfWeights(directory) if scheme is None else QuantizedWeights(directory, scheme)
 
 
-def declared_w4_format(directory: Path) -> str | None:
-    """The 4-bit kernel format a directory's configuration declares; None where it has none.
+def declared_block_format(directory: Path) -> str | None:
+    """The low-bit kernel format a directory's configuration declares; None where it has none.
 
     Raises: UnsupportedModelError, ModelFormatError.
     """
     scheme = quant_scheme(read_json_object(directory / "config.json"), directory)
-    return None if scheme is None else W4_FORMAT_OF_LAYOUT.get(scheme.layout)
+    if scheme is None:
+        return None
+    if scheme.layout == "fp8_block":
+        return "fp8_block" if scheme.block == (FP8_BLOCK, FP8_BLOCK) else None
+    return W4_FORMAT_OF_LAYOUT.get(scheme.layout)

@@ -15,8 +15,9 @@ from typing import Protocol
 import torch
 
 from engine.weights.errors import WeightMismatchError
+from kernels.fp8_weight import Fp8Weight, quantize_fp8
 from kernels.packed_weight import PackedWeight
-from kernels.reference.quant import W4Weight, quantize_w4
+from kernels.reference.quant import GROUP_OF_FORMAT, W4Weight, quantize_w4
 
 
 class WeightReader(Protocol):
@@ -40,6 +41,10 @@ class WeightReader(Protocol):
 
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
         """The tensor in its stored 4-bit format; None where it has another."""
+        ...
+
+    def fp8(self, name: str, shape: Sequence[int]) -> Fp8Weight | None:
+        """The tensor in stored fp8 blocks of 128 x 128; None where it has another format."""
         ...
 
 
@@ -68,6 +73,9 @@ class CheckingReader:
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
         return None
 
+    def fp8(self, name: str, shape: Sequence[int]) -> Fp8Weight | None:
+        return None
+
 
 def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
     """Raises: WeightMismatchError where the shapes differ."""
@@ -80,13 +88,13 @@ def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> Non
 class RandomWeights:
     """A checkpoint that was never trained, for benchmarks: seeded by each tensor's name.
 
-    Made on `device`, in 4 bits too where a format is named (but for the output head, which
+    Made on `device`, in few bits too where a format is named (but for the output head, which
     checkpoints keep plain). Vectors are ones if they are weights, zeros if they are biases.
     """
 
-    def __init__(self, device: torch.device | None = None, w4_format: str | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, low_bits: str | None = None) -> None:
         self._device = device or torch.device("cpu")
-        self._w4_format = w4_format
+        self._low_bits = low_bits
 
     def has(self, name: str) -> bool:
         return False  # asked of optional tensors only
@@ -106,6 +114,11 @@ class RandomWeights:
         return None
 
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
-        if self._w4_format is None or name.startswith("lm_head"):
+        if self._low_bits not in GROUP_OF_FORMAT or name.startswith("lm_head"):
             return None
-        return quantize_w4(self.dense(name, shape, torch.float32), self._w4_format)
+        return quantize_w4(self.dense(name, shape, torch.float32), self._low_bits)
+
+    def fp8(self, name: str, shape: Sequence[int]) -> Fp8Weight | None:
+        if self._low_bits != "fp8_block" or name.startswith("lm_head"):
+            return None
+        return quantize_fp8(self.dense(name, shape, torch.float32))

@@ -25,6 +25,8 @@ import torch
 
 from engine.weights.errors import WeightMismatchError
 from engine.weights.quant_config import GROUP_LEN, NVFP4_GROUP_LEN, QuantScheme
+from kernels.fp8_weight import BLOCK as FP8_BLOCK
+from kernels.fp8_weight import Fp8Weight
 from kernels.reference.quant import W4Weight, dequantize_w4
 
 _E8M0_BIAS = 127
@@ -58,6 +60,10 @@ class StoredFormat(Protocol):
 
     def w4(self, files: TensorFiles, name: str, shape: Sequence[int]) -> W4Weight | None:
         """The same without decoding; None where no kernel takes the format."""
+        ...
+
+    def fp8(self, files: TensorFiles, name: str, shape: Sequence[int]) -> Fp8Weight | None:
+        """As w4, of a format in fp8."""
         ...
 
     def shape(self, files: TensorFiles, name: str) -> list[int]:
@@ -119,6 +125,9 @@ class W4Format:
         top = files.raw(_part(name, self.top)).float().reshape(())
         factor = top if self.layout == "modelopt_nvfp4" else 1 / top
         return W4Weight(format="nvfp4", packed=packed, scales=scales, global_scale=factor)
+
+    def fp8(self, files: TensorFiles, name: str, shape: Sequence[int]) -> Fp8Weight | None:
+        return None
 
     def shape(self, files: TensorFiles, name: str) -> list[int]:
         num_rows, width = files.shape(_part(name, self.packed))
@@ -187,6 +196,15 @@ class Fp8Block:
     def w4(self, files: TensorFiles, name: str, shape: Sequence[int]) -> W4Weight | None:
         return None
 
+    def fp8(self, files: TensorFiles, name: str, shape: Sequence[int]) -> Fp8Weight | None:
+        if self.block != (FP8_BLOCK, FP8_BLOCK):
+            return None
+        self.check(files, name, shape)
+        return Fp8Weight(
+            values=_typed(files, name, torch.float8_e4m3fn),
+            scales=files.raw(_part(name, "weight_scale_inv")).float(),
+        )
+
     def shape(self, files: TensorFiles, name: str) -> list[int]:
         return files.shape(name)
 
@@ -236,6 +254,9 @@ class FusedMxfp4:
             scales=scales,
             global_scale=torch.ones((), dtype=torch.float32),
         )
+
+    def fp8(self, files: TensorFiles, name: str, shape: Sequence[int]) -> Fp8Weight | None:
+        return None
 
     def shape(self, files: TensorFiles, name: str) -> list[int]:
         match = _EXPERT.fullmatch(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek decoders whose linears stay in 4 bits, and whose latents are kept in fp8."""
+"""DeepSeek decoders whose linears stay in 4 bits or fp8, and whose latents are kept in fp8."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from engine.models.deepseek import DeepseekForCausalLM
 from engine.models.deepseek_config import deepseek_config_from_hf
 from engine.models.model import LoadOptions
 from engine.weights.reader import RandomWeights
+from kernels.fp8_weight import Fp8Weight, quantize_fp8
 from kernels.reference.quant import W4Weight, dequantize_w4, quantize_w4
 from kernels.w4_layout import TiledW4
 from kvtiers.device_pool import DevicePool
@@ -28,7 +29,7 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 192,
     "moe_intermediate_size": 64,
     "n_shared_experts": 2,
-    "q_lora_rank": 64,
+    "q_lora_rank": 128,
     "kv_lora_rank": 128,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 64,
@@ -37,20 +38,30 @@ _SIZES: dict[str, Any] = {
 
 
 class _RoundedWeights(RandomWeights):
-    """A checkpoint of 4-bit linears, whose dense form is what the codes stand for."""
+    """A checkpoint of low-bit linears, whose dense form is what the codes stand for."""
 
     def __init__(self, fmt: str) -> None:
         super().__init__()
         self._fmt = fmt
 
-    def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        w4 = self.w4(name, shape)
-        return super().dense(name, shape, dtype) if w4 is None else dequantize_w4(w4).to(dtype)
-
-    def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
+    def _plain(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
         if not name.endswith(("proj.weight", "mqa.weight")):
             return None
-        return quantize_w4(super().dense(name, shape, torch.float32), self._fmt)
+        return super().dense(name, shape, torch.float32)
+
+    def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        w4, fp8 = self.w4(name, shape), self.fp8(name, shape)
+        if w4 is not None:
+            return dequantize_w4(w4).to(dtype)
+        return super().dense(name, shape, dtype) if fp8 is None else fp8.dequantise(dtype)
+
+    def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
+        plain = None if self._fmt == "fp8_block" else self._plain(name, shape)
+        return None if plain is None else quantize_w4(plain, self._fmt)
+
+    def fp8(self, name: str, shape: Sequence[int]) -> Fp8Weight | None:
+        plain = self._plain(name, shape) if self._fmt == "fp8_block" else None
+        return None if plain is None else quantize_fp8(plain)
 
 
 def _driver(directory: Path, keep_packed: bool, fmt: str) -> PagedDriver:
@@ -60,7 +71,9 @@ def _driver(directory: Path, keep_packed: bool, fmt: str) -> PagedDriver:
     )
     model = DeepseekForCausalLM.load(config, _RoundedWeights(fmt), options)
     attention = model._stack.layers[1].attention
-    assert isinstance(attention.out, TiledW4) is keep_packed
+    kind = Fp8Weight if fmt == "fp8_block" else TiledW4
+    assert isinstance(attention.out, kind) is keep_packed
+    assert isinstance(attention.q_kv_down, kind) is keep_packed
     pool = DevicePool(model.kv_layout(16, "float32"), 32, torch.device("cpu"))
     runner = PagedModelRunner(
         model, pool, max_slots=4, max_context_len=512, model_fingerprint="tiny"
@@ -73,8 +86,8 @@ def _ids(num: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (num,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxint4"])
-def test_linears_in_4_bits_give_what_their_values_give(tmp_path: Path, fmt: str) -> None:
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxint4", "fp8_block"])
+def test_linears_in_few_bits_give_what_their_values_give(tmp_path: Path, fmt: str) -> None:
     write_tiny_deepseek(tmp_path, **_SIZES)
     found = []
     for keep_packed in (False, True):
