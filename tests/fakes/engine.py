@@ -409,7 +409,8 @@ class FakeEngine:
             self._lower[message.tier][salt].append(found[:whole])
 
     def _store(self, ids: list[int], salt: str) -> list[bytes]:
-        self._cached.setdefault(salt, []).append(ids)
+        known = self._cached.get(salt, [])
+        self._cached[salt] = [s for s in known if len(s) > len(ids) or ids[: len(s)] != s] + [ids]
         page_size = self._shape[2]
         parent = hashlib.sha256(salt.encode()).digest()[:16]
         hashes: list[bytes] = []
