@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from appliance.api.wire_sessions import SignalCreate
@@ -29,6 +30,7 @@ from sessions.lease_policy import (
     Activity,
     TierTokens,
     decide_signal,
+    hold_left,
 )
 from sessions.session import EXPIRED, Session
 
@@ -111,11 +113,12 @@ class SignalService:
         hit = await services.client.query_prefix(token_ids, salt=salt, timeout_s=2.0)
         facts = await self._tiers.facts()
         chance = expected_return(body.type, body.eta_ms, hold.l1_ms)
+        wanted = replace(hold, l1_ms=max(hold.l1_ms, body.eta_ms or 0))
         await services.client.hint_prefix(
             token_ids,
             chance,
             salt=salt,
-            hold_ms=(max(hold.l1_ms, body.eta_ms or 0), hold.l2_ms, hold.l3_ms),
+            hold_ms=hold_left(wanted, now_ms, now_ms),
             timeout_s=2.0,
         )
         if not hit.l1 + hit.l2 + hit.l3:

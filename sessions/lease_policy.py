@@ -23,6 +23,8 @@ DEMOTE_L3: Final = "demote_l3"
 PREFETCH: Final = "prefetch"
 IGNORED: Final = "ignored"
 
+MAX_HOLD_MS: Final = 10_000 * 86_400_000  # longer than anything lives
+
 GAP_SIGNALS: Final = ("tool.started", "tool.progress", "idle")
 RETURN_SIGNALS: Final = ("tool.returning", "user.active")
 
@@ -124,7 +126,8 @@ def _grant(state: str, requested: int, granted: int, reason: str | None) -> Leas
 def hold_left(hold: HoldTimes, last_used_ms: int, now_ms: int) -> tuple[int, int, int]:
     """How much longer an idle session's prefix is wanted in L1, L2 and L3, in milliseconds."""
     times = (hold.l1_ms, hold.l2_ms, hold.l3_ms)
-    l1, l2, l3 = (max(0, last_used_ms + hold_ms - now_ms) for hold_ms in times)
+    left_ms = (last_used_ms + hold_ms - now_ms for hold_ms in times)
+    l1, l2, l3 = (min(max(0, ms), MAX_HOLD_MS) for ms in left_ms)
     return l1, l2, l3
 
 

@@ -126,6 +126,17 @@ def test_a_prefetch_by_eta_comes_by_itself_and_not_for_a_session_that_is_back(
     assert tight.turn(one, "x")["x_cache"]["l1"] > 0
 
 
+def test_times_beyond_all_measure_are_as_good_as_for_ever(app: RunningApp) -> None:
+    app.engine.hints.clear()
+    session_id = app.session(cache={"hold": {"l1": "999999999d", "l2": "999999999d"}})
+    app.turn(session_id, TEXT)
+    body = {"type": "tool.started", "eta_ms": 2**63}
+    path = f"/v1/sessions/{session_id}/signals"
+    assert app.post(path, body).json()["decision"] == "keep"
+    # The real engine takes holds of up to 2**40 ms.
+    assert all(hint.hold_l1_ms < 2**40 > hint.hold_l2_ms for hint in app.engine.hints)
+
+
 def test_a_tier_that_is_down_is_nowhere_to_go(tight: RunningApp) -> None:
     tight.engine.tier_states = {"l1": "up", "l2": "off", "l3": "down"}
     session_id = tight.session()

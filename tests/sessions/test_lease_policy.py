@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sessions.errors import SettingError
 from sessions.lease_policy import (
+    MAX_HOLD_MS,
     Activity,
     LeaseBudget,
     TierRates,
@@ -114,6 +115,7 @@ def test_lease_requests_out_of_range_are_refused() -> None:
         (3_600_000, (0, 0, 82_800_000)),
         (86_400_000, (0, 0, 0)),
         (-5, (30_005, 3_600_005, 86_400_005)),  # a clock that was set back
+        (-(10**18), (MAX_HOLD_MS, MAX_HOLD_MS, MAX_HOLD_MS)),
     ],
 )
 def test_hold_times_run_from_the_last_use(idle_ms: int, left: tuple[int, int, int]) -> None:
