@@ -18,7 +18,7 @@ from kernels.fp8_weight import Fp8Weight
 from kernels.mla_workspace import make_mla_workspace
 from kernels.moe_routing import MoeRouting
 from kernels.reference.quant import quantize_w4
-from kernels.triton import linear, mla, mla_layer, moe, page_copy, sampling
+from kernels.triton import expert_choice, linear, mla, mla_layer, page_copy, sampling
 from kernels.w4_layout import tile_w4_linear
 
 HBM_TB_S = 4.54
@@ -118,7 +118,7 @@ def bench_small() -> Iterator[dict[str, Any]]:
         routers = [torch.randn(64, 2048, device="cuda") for _ in range(128)]
         x = _draw(num, 2048)
         calls = [
-            functools.partial(moe.norm_route, x, hidden_gain, 1e-6, r, None, routing, 2)
+            functools.partial(expert_choice.norm_route, x, hidden_gain, 1e-6, r, None, routing, 2)
             for r in routers
         ]
         yield _line("moe_norm_route", calls, routers[0].numel() * 4, T=num)

@@ -17,14 +17,14 @@ from benchmarks.gpu.timing import relative_error, time_calls_us
 from kernels.latent_planes import latent_planes, row_bytes
 from kernels.mla_workspace import make_mla_workspace
 from kernels.reference.mla import mla_decode as reference
-from kernels.triton import mla
+from kernels.triton import mla, mla_fp8
 
 LATENT, ROPE, PAGE = 512, 64, 64
 HBM_TB_S, MMA_TFLOP_S = 4.54, 769.0
 KERNELS = {"gluon_hopper": mla.decode_hopper, "triton": mla.decode_portable}
 FP8_KERNELS = {
-    "gluon_hopper_fp8": mla.decode_fp8,
-    "gluon_hopper_fp8_pair": mla.decode_fp8_pair,
+    "gluon_hopper_fp8": mla_fp8.decode_fp8,
+    "gluon_hopper_fp8_pair": mla_fp8.decode_fp8_pair,
 }
 # (batch, context, heads, query tokens)
 SHAPES = [(bs, ctx, 16, q) for q in (1, 4) for ctx in (8192, 65536) for bs in (1, 4, 16, 64)] + [

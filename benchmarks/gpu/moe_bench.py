@@ -17,7 +17,7 @@ from kernels.moe_routing import MoeRouting
 from kernels.reference.moe import moe_route as reference_route
 from kernels.reference.moe import moe_w4 as reference_moe
 from kernels.reference.quant import quantize_w4
-from kernels.triton import moe
+from kernels.triton import expert_choice, moe
 from kernels.w4_layout import TiledW4, tile_w4, tile_w4_gate_up
 
 HIDDEN, INTER, EXPERTS, TOP_K = 2048, 1408, 64, 6
@@ -43,7 +43,7 @@ def check(fmt: str, token_counts: list[int]) -> Iterator[dict[str, Any]]:
         x = torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         logits = torch.randn(num_tokens, EXPERTS, device="cuda")
         shared = torch.randn_like(x) if num_tokens % 2 else None
-        ids, weights = moe.route(logits, None, ROUTING)
+        ids, weights = expert_choice.route(logits, None, ROUTING)
         wanted_ids, wanted_weights = reference_route(logits, None, ROUTING)
         args = (x, ids, weights, gate_up, down, shared)
         actual = moe.moe_w4(*args)
@@ -70,11 +70,11 @@ def bench(
     tiles = tiles or moe.tiles_for(num_tokens, TOP_K, EXPERTS)
     xs = torch.randn(copies, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     logits = torch.randn(copies, num_tokens, EXPERTS, device="cuda")
-    routed = [moe.route(logits[c], None, ROUTING) for c in range(copies)]
+    routed = [expert_choice.route(logits[c], None, ROUTING) for c in range(copies)]
     floor = sum(floor_us(ids) for ids, _ in routed) / copies
 
     def layer(c: int) -> object:
-        ids, weights = moe.route(logits[c], None, ROUTING)
+        ids, weights = expert_choice.route(logits[c], None, ROUTING)
         return moe.run_moe_w4(xs[c], ids, weights, *weights_by_copy[c], None, tiles)
 
     items = [moe._make_items(ids, EXPERTS, tiles.tokens, True) for ids, _ in routed]
@@ -108,7 +108,7 @@ def bench(
         )
 
     def front(c: int) -> None:
-        ids, _ = moe.route(logits[c], None, ROUTING)
+        ids, _ = expert_choice.route(logits[c], None, ROUTING)
         moe._make_items(ids, EXPERTS, tiles.tokens, True)
 
     order = list(range(copies)) * 2

@@ -22,7 +22,7 @@ from benchmarks.gpu.moe_bench import EXPERTS, HIDDEN, INTER, ROUTING, TOP_K, mak
 from benchmarks.gpu.timing import relative_error, time_calls_us
 from kernels.reference.mla_prefill import mla_prefill as reference_prefill
 from kernels.reference.moe import moe_w4 as reference_moe
-from kernels.triton import mla_prefill, moe, moe_large
+from kernels.triton import expert_choice, mla_prefill, moe, moe_large
 from kernels.triton.mla_prefill_plan import make_plan
 
 HEADS, NOPE, ROPE, V_DIM, LATENT, PAGE = 16, 128, 64, 128, 512, 64
@@ -167,7 +167,9 @@ def time_moe(weights: tuple[Any, Any], num_tokens: int) -> dict[str, Any]:
     """Time a layer from routed tokens to the sum, and its parts, us."""
     gate_up, down = weights
     x = torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    ids, scales = moe.route(torch.randn(num_tokens, EXPERTS, device="cuda"), None, ROUTING)
+    ids, scales = expert_choice.route(
+        torch.randn(num_tokens, EXPERTS, device="cuda"), None, ROUTING
+    )
     pairs, items = moe_large._sort(ids, EXPERTS)
     rows = torch.randn(pairs.shape[0], HIDDEN, device="cuda", dtype=torch.bfloat16)
     h = torch.randn(pairs.shape[0], INTER, device="cuda", dtype=torch.bfloat16)

@@ -1,6 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton and Gluon kernels. Importing it registers them."""
 
-from kernels.triton import linear, mla, mla_layer, mla_prefill, moe, moe_large, rows, sampling
+from kernels.triton import (
+    expert_choice,
+    linear,
+    mla,
+    mla_fp8,
+    mla_layer,
+    mla_prefill,
+    moe,
+    moe_large,
+    page_copy,
+    rows,
+    sampling,
+)
 
-__all__ = ["linear", "mla", "mla_layer", "mla_prefill", "moe", "moe_large", "rows", "sampling"]
+__all__ = [
+    "expert_choice",
+    "linear",
+    "mla",
+    "mla_fp8",
+    "mla_layer",
+    "mla_prefill",
+    "moe",
+    "moe_large",
+    "page_copy",
+    "rows",
+    "sampling",
+]

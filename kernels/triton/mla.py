@@ -21,7 +21,7 @@ from kernels.triton.mla_decode import mla_decode_kernel
 from kernels.triton.mla_plan import mla_merge_kernel, mla_plan_kernel
 
 TILE = 64
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 def use_pdl(device: torch.device) -> bool:
@@ -78,7 +78,7 @@ def plan(
     workspace.plan_is_fresh = True
 
 
-def _merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool) -> None:
+def merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool) -> None:
     rows = workspace.q_len * workspace.num_heads
     # One program sees all parts of a row at once where they are as even as the plan makes them.
     block_p = triton.next_power_of_2(triton.cdiv(workspace.num_parts, num_rows))
@@ -125,7 +125,7 @@ def decode_portable(
     out = attend_portable(
         q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, latent_dim, workspace
     )
-    _merge(out, workspace, row_slots.shape[0], use_pdl(q.device))
+    merge(out, workspace, row_slots.shape[0], use_pdl(q.device))
     return out
 
 
@@ -160,7 +160,7 @@ def attend_portable(
         num_rows,
         page_table.stride(0),
         *(stride for _, stride in kv),
-        softmax_scale * _LOG2_E,
+        softmax_scale * LOG2_E,
         H=workspace.num_heads,
         Q_LEN=workspace.q_len,
         D=latent_dim,
@@ -220,7 +220,7 @@ def decode_hopper(
     out = attend_hopper(
         q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, latent_dim, workspace
     )
-    _merge(out, workspace, row_slots.shape[0], True)
+    merge(out, workspace, row_slots.shape[0], True)
     return out
 
 
@@ -261,7 +261,7 @@ def attend_hopper(
         workspace.partial_lse,
         page_table.stride(0),
         page_rows,
-        softmax_scale * _LOG2_E,
+        softmax_scale * LOG2_E,
         H=workspace.num_heads,
         Q_LEN=workspace.q_len,
         D=latent_dim,
@@ -274,175 +274,3 @@ def attend_hopper(
         launch_pdl=pdl,
     )
     return out
-
-
-def refuse_fp8(call: CallSignature) -> str | None:
-    if call.trait("query_rows") not in range(1, 33):
-        return f"a row has {call.trait('query_rows')} query tokens times heads, it takes up to 32"
-    if not HAS_GLUON_HOPPER:
-        return "this triton has no Gluon"
-    if torch.cuda.get_device_capability()[0] != 9:
-        return "wgmma exists on compute capability 9.x only"
-    if (call.trait("latent_dim"), call.trait("rope_dim")) != (512, 64):
-        return "it takes latent_dim 512 and rope_dim 64"
-    return refuse_shapes(call)
-
-
-@register_kernel(
-    "mla_decode",
-    "gluon_hopper_fp8",
-    priority=Priority.SPECIALIZED,
-    device="cuda",
-    min_sm=(9, 0),
-    formats={"q": {"bf16"}, "kv": {"fp8_planes"}},
-    refuses=refuse_fp8,
-)
-def decode_fp8(
-    q: torch.Tensor,
-    kv_pool_layer: torch.Tensor,
-    page_table: torch.Tensor,
-    row_slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    latent_dim: int,
-    workspace: MlaWorkspace,
-) -> torch.Tensor:
-    """Warp-specialised kernel of swapped operands, then the merge."""
-    out = attend_fp8(
-        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, latent_dim, workspace
-    )
-    _merge(out, workspace, row_slots.shape[0], True)
-    return out
-
-
-def attend_fp8(
-    q: torch.Tensor,
-    kv_pool_layer: torch.Tensor,
-    page_table: torch.Tensor,
-    row_slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    latent_dim: int,
-    workspace: MlaWorkspace,
-) -> torch.Tensor:
-    """As attend_hopper."""
-    from kernels.triton.mla_decode_fp8 import mla_decode_fp8_kernel
-
-    rows = workspace.q_len * workspace.num_heads
-    num_columns = 16 if rows <= 16 else 32
-    stages = 2 if num_columns == 16 else 1  # what shared memory has room for
-    batch = (page_table, row_slots, seq_lens)
-    return _launch_fp8(
-        mla_decode_fp8_kernel,
-        (num_columns, stages),
-        q,
-        kv_pool_layer,
-        batch,
-        softmax_scale,
-        latent_dim,
-        workspace,
-    )
-
-
-def _launch_fp8(
-    kernel: Any,
-    shape: tuple[int, int],
-    q: torch.Tensor,
-    kv_pool_layer: torch.Tensor,
-    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    softmax_scale: float,
-    latent_dim: int,
-    workspace: MlaWorkspace,
-) -> torch.Tensor:
-    """`shape`: query rows of a tile, stages of coded KV. `batch`: page table, slots, lengths."""
-    num_columns, stages = shape
-    page_table, row_slots, seq_lens = batch
-    width = q.shape[-1]
-    planes = latent_planes(kv_pool_layer, latent_dim, width - latent_dim)
-    last_page = kv_pool_layer.shape[0] - 1
-    page_rows = kv_pool_layer.stride(0) // latent_dim
-    rope_page_rows = planes.rope.stride(0) // 64
-    out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
-    pdl = not workspace.plan_is_fresh  # see attend_hopper
-    workspace.plan_is_fresh = False
-    kernel[(workspace.num_parts,)](
-        _boxes(q, q.shape[0] * q.shape[1], width, num_columns, latent_dim // 2, 16),
-        _boxes(q, q.shape[0] * q.shape[1], width, num_columns, 64, 16),
-        _boxes(kv_pool_layer, last_page * page_rows + TILE, latent_dim, TILE, 128, 8),
-        _boxes(planes.rope, last_page * rope_page_rows + TILE, 64, TILE, 64, 16),
-        planes.scales,
-        page_table,
-        row_slots,
-        seq_lens,
-        workspace.plan,
-        out,
-        workspace.partial_out,
-        workspace.partial_lse,
-        page_table.stride(0),
-        page_rows,
-        rope_page_rows,
-        planes.scales.stride(0),
-        softmax_scale * _LOG2_E,
-        H=workspace.num_heads,
-        Q_LEN=workspace.q_len,
-        N=num_columns,
-        D=latent_dim,
-        NUM_PARTS=workspace.num_parts,
-        ROWS_PAD=workspace.num_blocks * TILE_ROWS,
-        TILE=TILE,
-        STAGES=stages,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
-    return out
-
-
-def _refuse_pair(call: CallSignature) -> str | None:
-    if int(call.trait("query_rows")) > 16:
-        return f"a row has {call.trait('query_rows')} query tokens times heads, it takes up to 16"
-    return refuse_fp8(call)
-
-
-# Not yet measured, so in the lowest band: only an override chooses it.
-@register_kernel(
-    "mla_decode",
-    "gluon_hopper_fp8_pair",
-    priority=Priority.REFERENCE,
-    device="cuda",
-    min_sm=(9, 0),
-    formats={"q": {"bf16"}, "kv": {"fp8_planes"}},
-    refuses=_refuse_pair,
-)
-def decode_fp8_pair(
-    q: torch.Tensor,
-    kv_pool_layer: torch.Tensor,
-    page_table: torch.Tensor,
-    row_slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    latent_dim: int,
-    workspace: MlaWorkspace,
-) -> torch.Tensor:
-    """As decode_fp8, with two computing warpgroups."""
-    from kernels.triton.mla_decode_fp8_pair import mla_decode_fp8_pair_kernel
-
-    out = _launch_fp8(
-        mla_decode_fp8_pair_kernel,
-        (16, 7),
-        q,
-        kv_pool_layer,
-        (page_table, row_slots, seq_lens),
-        softmax_scale,
-        latent_dim,
-        workspace,
-    )
-    _merge(out, workspace, row_slots.shape[0], True)
-    return out
-
-
-def _boxes(
-    base: torch.Tensor, num_rows: int, width: int, box_rows: int, box_columns: int, bits: int
-) -> Any:
-    """A matrix [num_rows, width] from where `base` begins, read in boxes."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
-    return TensorDescriptor(base, [num_rows, width], [width, 1], [box_rows, box_columns], layout)

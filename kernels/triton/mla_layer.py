@@ -14,19 +14,13 @@ from kernels.mla_workspace import TILE_ROWS, MlaWorkspace
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
 from kernels.triton.linear import RowWeight, linear_add, linear_of_parts, refuse_rows
-from kernels.triton.mla import (
-    attend_fp8,
-    attend_hopper,
-    pool_views,
-    refuse_fp8,
-    refuse_hopper,
-    use_pdl,
-)
+from kernels.triton.mla import attend_hopper, pool_views, refuse_hopper, use_pdl
 from kernels.triton.mla_decode_parts import (
     mla_absorb_kernel,
     mla_expand_pages_kernel,
     mla_merge_values_kernel,
 )
+from kernels.triton.mla_fp8 import attend_fp8, refuse_fp8
 
 # Slices of the latent whose values the output projection sums: each costs it another read.
 VALUE_PARTS = 4

@@ -10,8 +10,8 @@ import torch
 
 from kernels._triton import triton
 from kernels.registry import Priority, register_kernel
+from kernels.triton.expert_choice import arrivals
 from kernels.triton.mla import use_pdl
-from kernels.triton.moe import arrivals
 from kernels.triton.sample_rows import embed_rows_kernel, feed_ids_kernel, greedy_rows_kernel
 
 PIECES = 32  # programs of a row

@@ -118,7 +118,7 @@ def test_experts_by_rows_agree_with_the_reference(fmt: str, num_tokens: int) -> 
 @pytest.mark.parametrize("num_tokens", [1, 16, 64])
 @pytest.mark.parametrize("kind", ["v2_lite", "v3"])
 def test_norm_and_routing_in_one_agree_with_their_parts(num_tokens: int, kind: str) -> None:
-    from kernels.triton import moe
+    from kernels.triton import expert_choice
 
     torch.manual_seed(num_tokens)
     routing, hidden, bias = MoeRouting(num_experts=64, top_k=6), 2048, None
@@ -138,7 +138,7 @@ def test_norm_and_routing_in_one_agree_with_their_parts(num_tokens: int, kind: s
     router = torch.randn(routing.num_experts, hidden, device="cuda") * hidden**-0.5
     args = (draw(num_tokens, hidden), gain, 1e-6, router, bias, routing, 2)
     for _ in range(3):  # the counters are as they were
-        normed, ids, weights = moe.norm_route(*args)
+        normed, ids, weights = expert_choice.norm_route(*args)
     wanted_normed, wanted_ids, wanted_weights = layer_ops.moe_norm_route_of_three(*args)
     assert relative_error(normed, wanted_normed) < 1e-3
     # Sums in another order turn near-equal scores round.

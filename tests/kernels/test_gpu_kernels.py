@@ -131,7 +131,7 @@ def _weights(fmt: str) -> tuple[TiledW4, TiledW4]:
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxint4"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 33, 100, 200, 700])
 def test_moe_layer_agrees_with_the_reference(fmt: str, num_tokens: int) -> None:
-    from kernels.triton import moe
+    from kernels.triton import expert_choice, moe
 
     torch.manual_seed(num_tokens)
     gate_up, down = _weights(fmt)
@@ -140,7 +140,7 @@ def test_moe_layer_agrees_with_the_reference(fmt: str, num_tokens: int) -> None:
     # A skew: some experts get most tokens, some none.
     logits = torch.randn(num_tokens, 16, device="cuda") + torch.linspace(-2, 2, 16, device="cuda")
     shared = torch.randn_like(x) if num_tokens % 2 else None
-    ids, weights = moe.route(logits, None, routing)
+    ids, weights = expert_choice.route(logits, None, routing)
     wanted_ids, wanted_weights = reference_route(logits, None, routing)
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-6)
@@ -172,7 +172,7 @@ def test_subnormal_codes_and_extreme_scales_are_exact() -> None:
 
 
 def test_deepseek_v3_routing_agrees_with_the_reference() -> None:
-    from kernels.triton import moe
+    from kernels.triton import expert_choice
 
     torch.manual_seed(4)
     routing = MoeRouting(
@@ -187,14 +187,14 @@ def test_deepseek_v3_routing_agrees_with_the_reference() -> None:
     )
     logits = torch.randn(97, 256, device="cuda")
     bias = torch.randn(256, device="cuda") * 0.1
-    ids, weights = moe.route(logits, bias, routing)
+    ids, weights = expert_choice.route(logits, bias, routing)
     wanted_ids, wanted_weights = reference_route(logits, bias, routing)
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-6)
 
 
 def test_a_captured_moe_layer_follows_the_routing_of_each_replay() -> None:
-    from kernels.triton import moe
+    from kernels.triton import expert_choice, moe
 
     torch.manual_seed(2)
     gate_up, down = _weights("nvfp4")
@@ -203,7 +203,7 @@ def test_a_captured_moe_layer_follows_the_routing_of_each_replay() -> None:
     logits = torch.randn(24, 16, device="cuda")
 
     def layer() -> torch.Tensor:
-        ids, weights = moe.route(logits, None, routing)
+        ids, weights = expert_choice.route(logits, None, routing)
         return moe.moe_w4(x, ids, weights, gate_up, down, None)
 
     layer()

@@ -97,7 +97,7 @@ def test_the_gemm_compiles_to_the_units_it_is_written_for() -> None:
 @pytest.mark.parametrize("num_tokens", [3, 40, 300, 700, 2000])
 def test_the_layer_agrees_with_the_reference(fmt: str, num_tokens: int) -> None:
     """Items of one to four blocks of tokens, experts without any, and NaN in nobody's way."""
-    from kernels.triton import moe, moe_large
+    from kernels.triton import expert_choice, moe_large
 
     torch.manual_seed(num_tokens)
 
@@ -108,7 +108,7 @@ def test_the_layer_agrees_with_the_reference(fmt: str, num_tokens: int) -> None:
     down = tile_w4(quantized(512, 384))  # type: ignore[arg-type]
     x = torch.randn(num_tokens, 512, device="cuda", dtype=torch.bfloat16)
     logits = torch.randn(num_tokens, 16, device="cuda") + torch.linspace(-3, 3, 16, device="cuda")
-    ids, weights = moe.route(logits, None, MoeRouting(num_experts=16, top_k=4))
+    ids, weights = expert_choice.route(logits, None, MoeRouting(num_experts=16, top_k=4))
     shared = torch.randn_like(x) if num_tokens % 200 else None
     args = (x, ids, weights, gate_up, down, shared)
     found = moe_large.moe_w4_large(*args)

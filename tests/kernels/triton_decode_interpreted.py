@@ -99,7 +99,7 @@ def check_moe_rows(fmt: str, num_tokens: int) -> None:
 
 
 def check_norm_route(routing: MoeRouting, has_bias: bool, num_shared: int) -> None:
-    from kernels.triton import moe
+    from kernels.triton import expert_choice
 
     torch.manual_seed(3)
     x, gain = torch.randn(5, 96), torch.rand(96) + 0.5
@@ -107,14 +107,14 @@ def check_norm_route(routing: MoeRouting, has_bias: bool, num_shared: int) -> No
     bias = torch.randn(routing.num_experts) * 0.1 if has_bias else None
     args = (x, gain, 1e-6, router, bias, routing, num_shared)
     for found, wanted in zip(
-        moe.norm_route(*args), layer_ops.moe_norm_route_of_three(*args), strict=True
+        expert_choice.norm_route(*args), layer_ops.moe_norm_route_of_three(*args), strict=True
     ):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-    assert not bool(moe.arrivals(x.device, 5).any())
+    assert not bool(expert_choice.arrivals(x.device, 5).any())
     x[2] = float("nan")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy, of arithmetic with NaN
-        _, ids, _ = moe.norm_route(*args)
+        _, ids, _ = expert_choice.norm_route(*args)
     assert bool(((ids >= 0) & (ids < routing.num_experts + num_shared)).all())
 
 

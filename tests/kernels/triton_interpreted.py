@@ -63,12 +63,12 @@ def check_mla(seq_lens: list[int], q_len: int, heads: int, parts: int) -> None:
 
 
 def check_route(routing: MoeRouting, with_bias: bool) -> None:
-    from kernels.triton import moe
+    from kernels.triton import expert_choice
 
     torch.manual_seed(routing.num_experts)
     logits = torch.randn(5, routing.num_experts)
     bias = torch.randn(routing.num_experts) * 0.3 if with_bias else None
-    ids, weights = moe.route(logits, bias, routing)
+    ids, weights = expert_choice.route(logits, bias, routing)
     wanted_ids, wanted_weights = reference_moe.moe_route(logits, bias, routing)
     assert torch.equal(ids, wanted_ids), (ids, wanted_ids)
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-6)
