@@ -25,6 +25,8 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 CONTENT_PREFIX = "response."
+DELTA_SUFFIX = ".delta"
+DELTAS_EVERY_S = 0.015  # at most so often is a reader woken for deltas; everything else at once
 RECONNECT_MS = 1000
 MEMORY_S = 15.0  # how long an ended turn's frames stay in memory
 TERMINAL = ("turn.completed", "turn.incomplete", "turn.cancelled", "turn.failed")
@@ -49,6 +51,8 @@ class TurnEvents:
     _num_to_skip: int = 0  # content events that a resumed turn will emit again
     _seen_types: frozenset[str] = frozenset()  # before the crash this turn is taken up after
     _grown: asyncio.Event = field(default_factory=asyncio.Event)
+    _woken_s: float = 0.0
+    _is_wake_due: bool = False
 
     @property
     def has_terminal(self) -> bool:
@@ -67,7 +71,10 @@ class TurnEvents:
         frame = _frame(event_type, len(self.frames) + 1, self.session_id, self.turn_id, fields)
         self._write(frame)
         self.frames.append(frame)
-        self._wake()
+        if event_type.endswith(DELTA_SUFFIX):
+            self._wake_soon()
+        else:
+            self._wake()
 
     def close(self) -> None:
         """Mark the turn as ended: readers return after the last event."""
@@ -175,7 +182,18 @@ class TurnEvents:
             os.close(self._journal_fd)
             self._journal_fd = -1
 
+    def _wake_soon(self) -> None:
+        """Wake the readers, but not for every delta of a fast model: those go out together."""
+        wait_s = self._woken_s + DELTAS_EVERY_S - time.monotonic()
+        if wait_s <= 0:
+            self._wake()
+        elif self.num_readers and not self._is_wake_due:
+            self._is_wake_due = True
+            asyncio.get_running_loop().call_later(wait_s, self._wake)
+
     def _wake(self) -> None:
+        self._is_wake_due = False
+        self._woken_s = time.monotonic()
         self._grown.set()
         self._grown = asyncio.Event()
 
