@@ -32,9 +32,13 @@ __all__ = ["Ack", "Move", "MoveKind", "TransferEngine"]
 
 logger = logging.getLogger(__name__)
 
-# Pages of one turn of a thread: small where something more urgent may come meanwhile.
-COPY_BATCH = {"cpu": 4, "cuda": 64}
-STORE_BATCH = 16
+# Pages of one turn of a thread. A load-back may come while a batch of write-backs is under way: it
+# is copied at the link's rate and then summed up, at 8 GB/s.
+_STORE_BATCH = {MoveKind.FETCH: 16, MoveKind.STORE: 16}
+BATCH = {
+    "cpu": {MoveKind.LOAD_BACK: 4, MoveKind.WRITE_BACK: 4, **_STORE_BATCH},
+    "cuda": {MoveKind.LOAD_BACK: 64, MoveKind.WRITE_BACK: 8, **_STORE_BATCH},
+}
 MOST_WRITE_BACKS = 4096
 
 
@@ -71,7 +75,7 @@ class TransferEngine:
         self._checks_bodies = checks_bodies
         self._acks: deque[Ack] = deque()  # append and popleft are atomic
         self.rates = Rates()
-        self._batch = COPY_BATCH[device.kind]
+        self._batch = BATCH[device.kind]
         self._copies = MoveQueue(
             MoveKind.LOAD_BACK, MoveKind.WRITE_BACK, most_second=MOST_WRITE_BACKS
         )
@@ -205,9 +209,7 @@ class TransferEngine:
             MoveKind.FETCH: self._fetch,
             MoveKind.STORE: self._put,
         }
-        while (
-            work := queue.take(self._batch if queue is self._copies else STORE_BATCH)
-        ) is not None:
+        while (work := queue.take(self._batch)) is not None:
             if callable(work):
                 work()
                 queue.done(1)

@@ -10,7 +10,7 @@ import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtiers.host_pool import PageName
@@ -74,16 +74,16 @@ class MoveQueue:
             self._calls.append(work)
             self._changed.notify_all()
 
-    def take(self, most: int) -> list[Move] | Callable[[], None] | None:
-        """The next work, waiting for it: moves of one kind, up to `most`; None: the end."""
+    def take(self, most: Mapping[MoveKind, int]) -> list[Move] | Callable[[], None] | None:
+        """The next work, waiting for it: moves of one kind, up to `most` of it; None: the end."""
         with self._changed:
             while True:
                 if self._calls:
                     self._num_taken += 1
                     return self._calls.popleft()
-                for line in self._lines.values():
+                for kind, line in self._lines.items():
                     if line:
-                        batch = [line.popleft() for _ in range(min(most, len(line)))]
+                        batch = [line.popleft() for _ in range(min(most[kind], len(line)))]
                         self._num_taken += len(batch)
                         return batch
                 if self._is_closed:
