@@ -33,7 +33,10 @@ async def health(context: Context) -> Any:
 
 @router.get("/ready")
 async def ready(context: Context) -> Any:
-    """Say whether a turn would be served now: 200, or 503 with what is missing."""
+    """Say whether a turn would be served now: 200, or 503 with what is missing.
+
+    A tier that is not up costs time and no turn: it is a warning.
+    """
     engine_ready = context.services.client.is_ready
     store = await context.services.store.health()
     is_ready = engine_ready and store.ok and not context.turns.is_draining
@@ -41,10 +44,23 @@ async def ready(context: Context) -> Any:
         "ready": is_ready,
         "engine": "ready" if engine_ready else "starting",
         "store": {"kind": store.kind, "ok": store.ok, "detail": store.detail},
-        "warnings": list(store.warnings),
+        "warnings": [*store.warnings, *(await _tier_warnings(context) if engine_ready else ())],
         "draining": context.turns.is_draining,
     }
     return JSONResponse(body, status_code=200 if is_ready else 503)
+
+
+async def _tier_warnings(context: Context) -> list[str]:
+    """Name the tiers that are not up, and why; empty where the engine does not answer in time."""
+    try:
+        tiers = await context.services.client.tiers(timeout_s=STATS_WAIT_S)
+    except EngineUnavailableError:
+        return []
+    return [
+        f"tier {tier.tier}: {tier.kind} {tier.state}" + (f": {tier.reason}" if tier.reason else "")
+        for tier in tiers
+        if tier.state not in ("up", "off")
+    ]
 
 
 @router.get("/metrics")

@@ -95,6 +95,9 @@ def test_the_doctor_looks_at_every_part_and_finds_what_is_wrong(tmp_path: Path) 
         assert "is found again" in out(app, "doctor")
         app.engine.tier_states["l3"] = "down"
         assert as_json(app, "doctor")["status"] == "warning"
+        ready = app.get("/ready")
+        assert ready.status_code == 200, "a tier that is down costs time and no turn"
+        assert ready.json()["warnings"] == ["tier l3: fake down"]
         app.engine.stop()
         deadline = time.monotonic() + 10
         while (result := run(app, "doctor")).exit_code == 0:
