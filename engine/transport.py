@@ -155,7 +155,7 @@ class ClientSocket:
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.connect(endpoint(socket_path))
         # The same socket without asyncio, whose receive costs several times as much.
-        self._plain = zmq.Socket.shadow(self._socket.underlying)
+        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
 
     async def send(self, message: EngineInput) -> None:
         """Queue a message; it is sent when the engine is there."""
