@@ -14,9 +14,8 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
-from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
+from appliance.api.context import ApiContext, Caller, Context
 from appliance.api.dialect import (
     chat_logprobs,
     chat_messages,
@@ -25,7 +24,8 @@ from appliance.api.dialect import (
     usage_of,
 )
 from appliance.api.identity import session_headers, session_name
-from appliance.api.sse import DONE_FRAME, data_frame, event_stream
+from appliance.api.replies import reply
+from appliance.api.sse import DONE_FRAME, data_frame
 from appliance.api.stateless import Ask, grammar_fallbacks, prepare, render_conversation
 from appliance.api.wire import UNSUPPORTED_CHAT, ChatRequest, refuse_unsupported
 from appliance.errors import ApiError, as_api_error, error_body
@@ -53,12 +53,7 @@ async def chat_completions(
     name = session_name(request, body)
     chat = await _prepare(context, body, caller or DEFAULT_TENANT, name)
     headers = session_headers(name)
-    if body.stream:
-        return event_stream(chat.frames(), context.services.config.server.heartbeat_s, headers)
-    try:
-        return JSONResponse(await or_client_gone(request, chat.answer()), headers=headers)
-    except ClientGone:
-        return JSONResponse({}, status_code=499)
+    return await reply(request, context, chat, stream=body.stream, headers=headers)
 
 
 async def _prepare(context: ApiContext, body: ChatRequest, tenant: str, name: SessionName) -> _Chat:
@@ -120,7 +115,7 @@ class _Chat:
             yield data_frame(msgspec.json.encode(error_body(api_error)))
         yield DONE_FRAME
 
-    async def answer(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
         message: dict[str, Any] = {"role": "assistant", "content": None}
         texts: list[str] = []

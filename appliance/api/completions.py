@@ -14,10 +14,9 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
 from appliance.answer import AnswerReader
-from appliance.api.context import Caller, ClientGone, Context, or_client_gone
+from appliance.api.context import Caller, Context
 from appliance.api.dialect import (
     log_unknown_once,
     new_request_id,
@@ -25,7 +24,8 @@ from appliance.api.dialect import (
     sampling_of,
     usage_of,
 )
-from appliance.api.sse import DONE_FRAME, data_frame, event_stream
+from appliance.api.replies import reply
+from appliance.api.sse import DONE_FRAME, data_frame
 from appliance.api.wire import UNSUPPORTED_COMPLETIONS, CompletionRequest, refuse_unsupported
 from appliance.errors import ApiError, as_api_error, error_body
 from appliance.generation import Generation, Step
@@ -72,12 +72,7 @@ async def completions(
         client=services.client, metrics=services.metrics, request=engine_request, answer=answer
     )
     completion = _Completion(body=body, run=run)
-    if body.stream:
-        return event_stream(completion.frames(), services.config.server.heartbeat_s)
-    try:
-        return JSONResponse(await or_client_gone(request, completion.answer()))
-    except ClientGone:
-        return JSONResponse({}, status_code=499)
+    return await reply(request, context, completion, stream=body.stream)
 
 
 def prompt_ids(prompt: Any, services: Services) -> bytes:
@@ -134,7 +129,7 @@ class _Completion:
             yield data_frame(msgspec.json.encode(error_body(api_error)))
         yield DONE_FRAME
 
-    async def answer(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
         texts: list[str] = []
         token_ids: list[int] = []

@@ -15,14 +15,14 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
-from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
+from appliance.api.context import ApiContext, Caller, Context
 from appliance.api.dialect import log_ignored_once, log_unknown_once
 from appliance.api.identity import session_headers, session_name
 from appliance.api.message_blocks import MessageBlocks
 from appliance.api.messages_input import chat_messages_of
-from appliance.api.sse import event_stream, named_frame
+from appliance.api.replies import reply
+from appliance.api.sse import named_frame
 from appliance.api.stateless import (
     Ask,
     Conversation,
@@ -67,13 +67,7 @@ async def messages(
     name = session_name(request, body)
     answer = await _prepare(context, body, caller or DEFAULT_TENANT, name)
     headers = session_headers(name)
-    if body.stream:
-        heartbeat_s = context.services.config.server.heartbeat_s
-        return event_stream(answer.frames(), heartbeat_s, headers, pings=True)
-    try:
-        return JSONResponse(await or_client_gone(request, answer.whole()), headers=headers)
-    except ClientGone:
-        return JSONResponse({}, status_code=499)
+    return await reply(request, context, answer, stream=body.stream, headers=headers, pings=True)
 
 
 @router.post("/v1/messages/count_tokens", response_model=None)

@@ -12,14 +12,13 @@ import secrets
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 
-from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
+from appliance.api.context import ApiContext, Caller, Context
 from appliance.api.dialect import log_ignored_once, log_unknown_once
 from appliance.api.identity import session_headers, session_name
+from appliance.api.replies import reply
 from appliance.api.response_answer import ResponseAnswer
 from appliance.api.responses_input import chat_messages_of
-from appliance.api.sse import event_stream
 from appliance.api.stateless import Ask, ChatMessage, prepare, render_conversation
 from appliance.api.wire import refuse_unsupported
 from appliance.api.wire_agents import INCLUDES, UNSUPPORTED_RESPONSES, ResponsesRequest
@@ -45,12 +44,7 @@ async def create_response(
     name = session_name(request, body)
     answer = await _prepare(context, body, caller or DEFAULT_TENANT, name)
     headers = session_headers(name)
-    if body.stream:
-        return event_stream(answer.frames(), context.services.config.server.heartbeat_s, headers)
-    try:
-        return JSONResponse(await or_client_gone(request, answer.whole()), headers=headers)
-    except ClientGone:
-        return JSONResponse({}, status_code=499)
+    return await reply(request, context, answer, stream=body.stream, headers=headers)
 
 
 @router.get("/v1/responses/{response_id}", response_model=None)

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the dialects hand an answer out: as a stream of frames, or whole unless the client has gone.
+
+Does not know: any dialect, how an answer comes about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from appliance.api.context import ApiContext, ClientGone, or_client_gone
+from appliance.api.sse import event_stream
+
+CLIENT_GONE_STATUS = 499
+
+
+class Answer(Protocol):
+    """One request on its way to its answer; run once, by `frames` or by `whole`."""
+
+    def frames(self) -> AsyncIterator[bytes]: ...
+
+    async def whole(self) -> dict[str, Any]: ...
+
+
+async def reply(
+    request: Request,
+    context: ApiContext,
+    answer: Answer,
+    *,
+    stream: bool,
+    headers: dict[str, str] | None = None,
+    pings: bool = False,
+) -> Response:
+    """Stream the answer, or wait for all of it and stop it where the client hangs up."""
+    if stream:
+        heartbeat_s = context.services.config.server.heartbeat_s
+        return event_stream(answer.frames(), heartbeat_s, headers, pings=pings)
+    try:
+        return JSONResponse(await or_client_gone(request, answer.whole()), headers=headers)
+    except ClientGone:
+        return JSONResponse({}, status_code=CLIENT_GONE_STATUS)
