@@ -12,12 +12,13 @@ from typing import Any
 
 from appliance import turn_view
 from appliance.errors import ApiError
+from appliance.races import racing
 from appliance.services import Services
 from appliance.turn_events import TurnEvents, decode_frame
 from appliance.turn_queue import TurnQueue
 from appliance.turn_run import TERMINAL_EVENT
 from appliance.turn_runner import TurnRunner
-from sessions.errors import SessionError, StoreUnavailable, TurnNotFound
+from sessions.errors import SessionError, StoreUnavailable, TurnNotFound, VersionConflict
 from sessions.session import Session
 from sessions.turn_log import PendingTurn, Record
 
@@ -35,9 +36,8 @@ class TurnReader:
 
     async def get(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
         """Return a turn as the API shows it. Raises TurnNotFound, SessionNotFound."""
-        session = await self._services.store.get(session_id, tenant=tenant)
         try:
-            turn = await self._services.store.read_turn(session, turn_id)
+            turn = await self._read(tenant, session_id, turn_id)
         except TurnNotFound:
             events = self._services.journals.find(session_id, turn_id)
             if events is None or not events.has_terminal:
@@ -55,8 +55,7 @@ class TurnReader:
         """
         events = self._services.journals.find(session_id, turn_id)
         if events is None:
-            session = await self._services.store.get(session_id, tenant=tenant)
-            turn = await self._services.store.read_turn(session, turn_id)
+            turn = await self._read(tenant, session_id, turn_id)
             events = self._follow(turn) if isinstance(turn, PendingTurn) else None
         if events is not None:
             await events.read_to_end()
@@ -77,7 +76,7 @@ class TurnReader:
             events = await self._with_terminal(session, events)
         if events is not None:
             return events
-        turn = await self._services.store.read_turn(session, turn_id)
+        turn = await self._read(tenant, session_id, turn_id)
         if isinstance(turn, PendingTurn):
             return self._follow(turn)
         link = f"/v1/sessions/{session_id}/turns/{turn_id}"
@@ -86,9 +85,29 @@ class TurnReader:
             "starting_after", {"turn": link},
         )  # fmt: skip
 
+    async def _read(
+        self, tenant: str | None, session_id: str, turn_id: str
+    ) -> PendingTurn | Record:
+        """Read a turn that may be ending just now: between two reads it may leave one place for
+        another. Raises: TurnNotFound, SessionNotFound, StoreError.
+        """
+        store = self._services.store
+
+        async def once() -> PendingTurn | Record:
+            session = await store.get(session_id, tenant=tenant)
+            try:
+                return await store.read_turn(session, turn_id)
+            except TurnNotFound:
+                now = await store.get(session_id, tenant=tenant)
+                if now.version == session.version:
+                    raise
+                raise VersionConflict(session_id, session.version, now.version) from None
+
+        return await racing(once)
+
     async def _with_terminal(self, session: Session, events: TurnEvents) -> TurnEvents:
         """Add the event that a crash between commit and its sending has swallowed."""
-        turn = await self._services.store.read_turn(session, events.turn_id)
+        turn = await self._read(None, session.id, events.turn_id)
         if isinstance(turn, Record):
             events = self._services.journals.reopen(session.id, turn.id)
             self._tell_end(events, turn)
@@ -105,8 +124,7 @@ class TurnReader:
         while not self.is_draining and not events.is_closed:
             await asyncio.sleep(ELSEWHERE_POLL_S)
             try:
-                session = await self._services.store.get(events.session_id)
-                turn = await self._services.store.read_turn(session, events.turn_id)
+                turn = await self._read(None, events.session_id, events.turn_id)
             except StoreUnavailable:
                 continue
             except SessionError:  # it went with its session, or with a rollback

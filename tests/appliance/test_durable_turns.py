@@ -9,15 +9,24 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 
+from appliance.turn_events import EventJournals
+from appliance.turn_reader import TurnReader
 from appliance.turn_takeover import TurnTakeover
+from sessions.config import SessionsConfig
+from sessions.errors import TurnNotFound
+from sessions.session import Session
+from sessions.sqlite_store import SqliteSessionStore
+from sessions.turn_log import PendingTurn, Record
 from tests.appliance.test_conflicts import follow, start, texts
 from tests.fakes.appliance import Json, RunningApp, says, sse_events
 from tests.fakes.redis_server import RedisServer
+from tests.fakes.session_turns import NOW_MS, fresh_session, outcome, pending
 
 T = TypeVar("T")
 WORDS = "one two three four five six seven eight nine ten eleven twelve"
@@ -213,3 +222,36 @@ def test_a_turn_of_another_process_is_followed_to_its_end_and_waited_for(
 
 def app_error(reply: httpx.Response) -> tuple[int, str]:
     return reply.status_code, reply.json()["error"]["code"]
+
+
+class MovingStore(SqliteSessionStore):
+    """A store in which a turn ends between the two reads of who looks at it."""
+
+    turn: PendingTurn | None = None
+
+    async def read_turn(self, session: Session, turn_id: str) -> PendingTurn | Record:
+        turn, self.turn = self.turn, None
+        if turn is not None:
+            running = await self.get(session.id)
+            record = outcome(turn)
+            await self.commit_turn(running.commit_turn(record, NOW_MS), record)
+        return await super().read_turn(session, turn_id)
+
+
+def test_a_turn_that_ends_while_it_is_looked_at_is_found(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = MovingStore(SessionsConfig(sqlite_path=str(tmp_path / "store.sqlite")))
+        await store.open()
+        session = await store.create(*fresh_session())
+        turn = pending(session)
+        await store.begin_turn(session.begin_turn(turn, NOW_MS), turn)
+        store.turn = turn
+        journals = EventJournals(tmp_path / "turns", 60.0)
+        services: Any = SimpleNamespace(store=store, journals=journals)
+        reader = TurnReader(services, None, None)  # type: ignore[arg-type]
+        assert (await reader.get(None, session.id, turn.id))["status"] == "completed"
+        with pytest.raises(TurnNotFound):
+            await reader.get(None, session.id, "turn_x")
+        await store.close()
+
+    asyncio.run(scenario())
