@@ -15,6 +15,7 @@ from appliance.api.dialect import chat_messages, log_unknown_once
 from appliance.api.wire import DetokenizeRequest, TokenizeRequest
 from appliance.errors import ApiError
 from appliance.services import Services
+from appliance.text_limits import check_can_fit, num_chars
 from sessions.token_codec import decode_ids
 
 router = APIRouter(tags=["openai"])
@@ -44,6 +45,10 @@ async def tokenize(body: TokenizeRequest, context: Context, caller: Caller) -> A
     log_unknown_once(body)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("invalid_value", "prompt, messages: give exactly one of them", "prompt")
+    param = "messages" if body.prompt is None else "prompt"
+    given = [body.messages, body.tools] if body.prompt is None else body.prompt
+    room = services.assets.tokenizer.max_token_bytes
+    check_can_fit(num_chars(given), services.max_context_len, room, param)
     if body.prompt is not None:
         ids = decode_ids(services.renderer.encode_prompt(body.prompt))
     else:

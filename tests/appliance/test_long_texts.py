@@ -82,3 +82,10 @@ def test_long_turns_are_prepared_beside_the_loop_and_all_run(roomy: RunningApp) 
         turns = list(pool.map(lambda _: roomy.turn(roomy.session(), text), range(4)))
     assert {turn["status"] for turn in turns} == {"completed"}
     assert all(turn["usage"]["input_tokens"] > num_tokens for turn in turns)
+
+
+def test_text_that_no_context_could_hold_is_not_tokenised_either(app: RunningApp) -> None:
+    huge = "a b " * 2_000_000
+    for body in ({"prompt": huge}, {"messages": [{"role": "user", "content": huge}]}):
+        status, code, param = app.error(app.post("/tokenize", body))
+        assert (status, code, param) == (400, "context_length_exceeded", next(iter(body)))
