@@ -29,6 +29,7 @@ from sessions.turn_log import PendingTurn, TurnLog
 logger = logging.getLogger(__name__)
 
 SUMMARY = "summary"
+NO_SUMMARY = ("context_length_exceeded", "compaction_failed")  # codes of a summary not to be had
 
 
 class HistoryRoom:
@@ -105,7 +106,11 @@ class HistoryRoom:
         return session.settings.context.on_overflow == "truncate_oldest"
 
     async def make(self, session: Session) -> Session:
-        """Shorten a history down to its `compact_to`. Raises: ApiError, SessionError."""
+        """Shorten a history down to its `compact_to`. Raises: ApiError, SessionError.
+
+        Where no summary can be had, the oldest turns are left out: a session that asked for room
+        is not to refuse every turn from then on.
+        """
         if self.is_quick(session):
             return await self._truncate(session)
         running = self._running.get(session.id)
@@ -115,7 +120,12 @@ class HistoryRoom:
             if split is None:
                 return session
             running = self._start(session, log, split, None, warm=False)
-        await asyncio.shield(running)
+        try:
+            await asyncio.shield(running)
+        except ApiError as error:
+            if error.code not in NO_SUMMARY:
+                raise
+            return await self._truncate(await self._services.store.get(session.id))
         return await self._services.store.get(session.id)
 
     async def close(self) -> None:

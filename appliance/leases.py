@@ -22,11 +22,11 @@ from appliance.services import Services
 from engine import api
 from engine.errors import EngineError
 from sessions.durations import format_duration, parse_duration
-from sessions.errors import SessionError
+from sessions.errors import SessionError, SessionExpired
 from sessions.ids import new_id
 from sessions.lease_policy import LeaseGrant
 from sessions.leases import Lease, new_lease
-from sessions.session import Session
+from sessions.session import EXPIRED, Session
 from sessions.store import MAX_LIST_LIMIT, ListQuery
 from sessions.token_codec import TOKEN_BYTES
 
@@ -55,7 +55,8 @@ class LeaseService:
     ) -> dict[str, Any]:
         """Ask for a lease; one that is denied is answered and not kept.
 
-        Raises: ItemNotFound, TurnNotFound, SettingError, EngineUnavailableError; ApiError.
+        Raises: SessionExpired, ItemNotFound, TurnNotFound, SettingError, EngineUnavailableError;
+        ApiError.
         """
         services = self._services
         ttl_ms = parse_duration(body.ttl, path="ttl")
@@ -63,6 +64,8 @@ class LeaseService:
 
         async def once() -> Lease:
             session = await services.store.get(session_id, tenant=tenant)
+            if session.status == EXPIRED or services.clock_ms() >= session.expires_at_ms:
+                raise SessionExpired(session_id)
             if len(session.leases) >= MAX_LEASES_OF_A_SESSION:
                 raise ApiError(
                     "invalid_value", f"a session has at most {MAX_LEASES_OF_A_SESSION} leases"

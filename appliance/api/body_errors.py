@@ -33,6 +33,8 @@ def as_body_error(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if code == "missing_field":
         where = path or "body"
         return ApiError(code, f"{where}: required", path or None)
+    if not path and isinstance(first.get("input"), bytes):  # not read as JSON: not called JSON
+        return ApiError("invalid_type", "the body must be JSON with Content-Type: application/json")
     code = "invalid_value" if kind.startswith(_VALUE_ERRORS) else "invalid_type"
     shown = repr(first.get("input"))
     shown = shown if len(shown) <= 80 else shown[:77] + "..."

@@ -196,6 +196,17 @@ def test_a_cursor_that_is_no_number_is_refused(app: RunningApp) -> None:
     assert app.error(reply) == (400, "invalid_type", "starting_after")
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", None])
+def test_a_body_that_is_not_called_json_is_told_how_to_be(
+    app: RunningApp, kind: str | None
+) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    for path in ("/v1/sessions", "/v1/chat/completions"):
+        reply = app.http.post(path, content=b'{"model": "m"}', headers=headers)
+        assert app.error(reply)[:2] == (400, "invalid_type")
+        assert "Content-Type: application/json" in reply.json()["error"]["message"]
+
+
 def test_a_session_past_its_time_is_410(app: RunningApp) -> None:
     session_id = app.session(expires_after="1ms")
     reply = app.post(f"/v1/sessions/{session_id}/turns", {"input": "x"})
@@ -214,6 +225,11 @@ def test_a_session_past_its_time_is_expired_before_any_sweep(app: RunningApp) ->
         ("/items", {"items": "x"}),
         ("/rollback", {"to": 0}),
         ("/turns", {"input": "x"}),
+        ("/leases", {"ttl": "5s"}),
+        ("/signals", {"type": "idle"}),
+        ("/compact", {}),
+        ("/suspend", {}),
+        ("/resume", {}),
     ]
     for end, body in asks:
         assert app.error(app.post(path + end, body))[:2] == (410, "session_expired"), end

@@ -319,6 +319,35 @@ def test_a_turn_that_does_not_fit_waits_for_the_summary_and_then_runs(app: Runni
     assert len(asked) == num_summaries
 
 
+@pytest.mark.parametrize("why", ["the model writes none", "no room to ask for one"])
+def test_turns_go_on_without_the_oldest_where_no_summary_can_be_had(
+    app: RunningApp, why: str
+) -> None:
+    context = {"max_tokens": 400, "on_overflow": "compact", "compact_at": 1.0}
+    session_id = app.session(instructions="Be brief.", context=context)
+    path = f"/v1/sessions/{session_id}"
+    app.engine.script = says("Hello there.")
+    app.turn(session_id, f"{LONG}0", max_output_tokens=16)
+    if why == "no room to ask for one":
+        app.engine.script = says("on and on " * 400)
+        filled = app.turn(session_id, "Go on for long.")
+        assert filled["status"] == "incomplete" and filled["reason"] == "context_limit"
+        app.engine.script = says("Hello there.")
+    else:
+        app.turn(session_id, f"{LONG}1", max_output_tokens=16)
+        app.turn(session_id, f"{LONG}2", max_output_tokens=16)
+        hello, summary = says("Hello there."), [app.engine.eos_id]
+        app.engine.script = lambda request: (
+            summary if SUMMARY_REQUEST in text_of(request.token_ids) else hello(request)
+        )
+    for number in range(3, 6):
+        turn = app.turn(session_id, f"{LONG}{number}", max_output_tokens=16)
+        assert turn["status"] == "completed", turn
+        assert app.get(path).json()["num_tokens"] < 400
+    first = app.get(f"{path}/items").json()["data"][0]
+    assert (first["type"], first["summary"]) == ("compaction", "")
+
+
 def test_a_session_whose_turn_waits_for_room_is_queued(app: RunningApp) -> None:
     context = {"max_tokens": 400, "on_overflow": "compact", "compact_at": 1.0}
     session_id = app.session(context=context)
