@@ -48,6 +48,8 @@ def cache_tree(
     known = {node["node_id"] for node in reply["nodes"]}
     for parent_id in sorted(set(children) - known):
         _print_nodes(children, parent_id, 0)
+    if not children:
+        click.echo("nothing is resident")
     if reply["truncated"]:
         click.echo("more nodes than shown; raise --max-nodes", err=True)
 
@@ -86,6 +88,6 @@ def _print_nodes(children: dict[int, list[dict[str, Any]]], parent_id: int, dept
         text = node["text"].replace("\n", "\\n")[:48]
         click.echo(
             f"{'  ' * depth}{node['node_id']}: {node['num_tokens']} tokens, "
-            f"{node['num_pages']} pages{users}  {text}"
+            f"{node['num_pages']} pages{users}  {text}".rstrip()
         )
         _print_nodes(children, node["node_id"], depth + 1)

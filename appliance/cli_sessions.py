@@ -90,7 +90,7 @@ def sessions_show(settings: Settings, session_id: str, as_json: bool) -> None:
     if as_json:
         return print_json({"session": session, "turns": turns})
     for name in ("id", "status", "revision", "model", "num_tokens", "num_items", "metadata"):
-        click.echo(f"{name}: {session[name]}")
+        click.echo(f"{name}: {_shown(session[name])}")
     rows = [[number, *_turn_cells(turn)] for number, turn in enumerate(turns, 1)]
     print_table(["n", "turn", "status", "input", "l1/l2/l3", "computed", "output", "miss"], rows)
 
@@ -121,7 +121,7 @@ def sessions_explain(settings: Settings, session_id: str, which: str, as_json: b
     if as_json:
         return print_json(facts)
     for name, value in facts.items():
-        click.echo(f"{name}: {value}")
+        click.echo(f"{name}: {_shown(value)}")
     if facts["miss"] is None:
         click.echo("everything that earlier turns computed was found")
 
@@ -217,6 +217,13 @@ def sessions_tail(settings: Settings, session_id: str, as_json: bool) -> None:
         fail(str(error))
     except KeyboardInterrupt:
         click.echo("", err=True)
+
+
+def _shown(value: Any) -> str:
+    """A value in a line for people: `l1 64, l2 0` for an object, `-` for none."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(part)}" for name, part in value.items()) or "-"
+    return "-" if value is None else str(value)
 
 
 def _waits(turn: dict[str, Any]) -> dict[str, float]:

@@ -143,6 +143,20 @@ def test_explain_says_where_the_wait_went(app: RunningApp) -> None:
     assert sum(waited.values()) == pytest.approx(total, abs=max(30.0, total / 4))
 
 
+def test_what_is_printed_for_people_is_no_python(app: RunningApp) -> None:
+    session_id = app.session(metadata={"task": "fix", "by": "me"})
+    app.engine.script = says("Hello there.")
+    app.turn(session_id, "hello")
+    shown = out(app, "sessions", "show", session_id)
+    assert "metadata: task fix, by me\n" in shown
+    explained = out(app, "sessions", "explain", session_id)
+    assert ", l2 0, l3 0\n" in explained and "miss: -\n" in explained
+    tree = out(app, "cache", "tree", "--tenant", "nobody")
+    assert tree == "nothing is resident\n"
+    for text in (shown, explained, tree):
+        assert not any(sign in text for sign in ("{", "None", "True"))
+
+
 def test_tail_follows_a_session_to_its_end(app: RunningApp) -> None:
     session_id = app.session()
 
