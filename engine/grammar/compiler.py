@@ -9,6 +9,7 @@ where the grammar is complete. Does not know: requests, sampling.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
@@ -16,6 +17,7 @@ import queue
 import re
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -39,6 +41,8 @@ ERROR_ENTRY_BYTES = 1024
 COMPILE_THREADS = 2
 # A compile shares the cores with the forward pass, whose threads wait for each other.
 WORKER_NICENESS = 5
+# A thread that is inside xgrammar when the interpreter goes takes the process down with an abort.
+EXIT_WAIT_S = 60.0
 
 _JSON_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{}\]]')
 _LOG_PREFIX = re.compile(r"^\[[^\]]*\] \S+:\d+: ")
@@ -94,6 +98,7 @@ class GrammarCompiler:
             target=self._load, args=(vocabulary, list(stop_ids)), name="grammar-load", daemon=True
         )
         self._warm_up.start()
+        _compilers.add(self)
 
     def wait_warm(self) -> None:
         """Wait until grammars compile at their usual speed (importing xgrammar takes seconds)."""
@@ -131,9 +136,16 @@ class GrammarCompiler:
         }
 
     def close(self) -> None:
-        """Let the workers end; one that is inside xgrammar ends with the process."""
+        """Let the workers end, once what they compile now is done; nobody waits for that here."""
         for _ in self._threads:
             self._jobs.put(None)
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """After `close`: wait for the workers' end, at most so long."""
+        deadline_s = time.monotonic() + timeout_s
+        for thread in (self._warm_up, *self._threads):
+            if thread.ident is not None:  # it was started
+                thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _settle(self) -> None:
         """Move finished jobs into the cache, and drop the least recently used beyond its size."""
@@ -175,6 +187,19 @@ class GrammarCompiler:
             job.compile_ms = (time.perf_counter() - start) * 1e3
             job.is_done = True
             self._on_done()
+
+
+_compilers: weakref.WeakSet[GrammarCompiler] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Before the interpreter goes: no thread is inside xgrammar any more, if it ends in time."""
+    compilers = list(_compilers)
+    for compiler in compilers:
+        compiler.close()
+    for compiler in compilers:
+        compiler.wait_closed(EXIT_WAIT_S)
 
 
 def _compile(backend: Any, spec: GrammarSpec) -> Any:
