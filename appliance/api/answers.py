@@ -197,6 +197,15 @@ SessionStatus = Literal[
 ]
 
 
+class Quota(TypedDict):
+    """What the session's tenant may hold, and holds; None: no limit."""
+
+    max_sessions: int | None
+    max_tokens: int | None
+    sessions: int
+    tokens: int
+
+
 class Session(TypedDict):
     id: str
     object: Literal["session"]
@@ -224,6 +233,7 @@ class Session(TypedDict):
     parent_session_id: str | None
     metadata: dict[str, str]
     error: ErrorObject | None
+    quota: NotRequired[Quota]
 
 
 class Lease(TypedDict):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Generated from openapi.json (sha256 799dbfde6f5d2c3c) by clients/generate.py; do not edit.
+# Generated from openapi.json (sha256 e4c2762373971f9b) by clients/generate.py; do not edit.
 
 from __future__ import annotations
 
@@ -166,6 +166,17 @@ class PrefillProgress(TypedDict):
     total: int
     turn_id: str
     type: Literal["turn.prefill.progress"]
+
+
+class Quota(TypedDict):
+    """
+    What the session's tenant may hold, and holds; None: no limit.
+    """
+
+    max_sessions: int | None
+    max_tokens: int | None
+    sessions: int
+    tokens: int
 
 
 class ReasoningBody(TypedDict):
@@ -429,6 +440,7 @@ class Resumed(TypedDict):
     open_calls: list[OpenCall]
     parent_session_id: str | None
     priority: int
+    quota: NotRequired[Quota]
     reasoning: ReasoningSettings
     recompute_tokens: int
     resident: TierTokens
@@ -467,6 +479,7 @@ class RolledBack(TypedDict):
     open_calls: list[OpenCall]
     parent_session_id: str | None
     priority: int
+    quota: NotRequired[Quota]
     reasoning: ReasoningSettings
     revision: int
     status: Literal[
@@ -499,6 +512,7 @@ class Session(TypedDict):
     open_calls: list[OpenCall]
     parent_session_id: str | None
     priority: int
+    quota: NotRequired[Quota]
     reasoning: ReasoningSettings
     revision: int
     status: Literal[
@@ -560,6 +574,7 @@ class SessionUpdated(TypedDict):
     open_calls: list[OpenCall]
     parent_session_id: str | None
     priority: int
+    quota: NotRequired[Quota]
     reasoning: ReasoningSettings
     revision: int
     status: Literal[
@@ -608,6 +623,7 @@ class Suspended(TypedDict):
     open_calls: list[OpenCall]
     parent_session_id: str | None
     priority: int
+    quota: NotRequired[Quota]
     reasoning: ReasoningSettings
     resident: TierTokens
     revision: int
