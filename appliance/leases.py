@@ -21,11 +21,11 @@ from appliance.races import racing
 from appliance.services import Services
 from engine import api
 from engine.errors import EngineError
-from sessions.durations import format_duration, parse_duration
+from sessions.durations import format_duration
 from sessions.errors import SessionError, SessionExpired
 from sessions.ids import new_id
 from sessions.lease_policy import LeaseGrant
-from sessions.leases import Lease, new_lease
+from sessions.leases import Lease, new_lease, parse_ttl
 from sessions.session import EXPIRED, Session
 from sessions.store import MAX_LIST_LIMIT, ListQuery
 from sessions.token_codec import TOKEN_BYTES
@@ -59,7 +59,7 @@ class LeaseService:
         ApiError.
         """
         services = self._services
-        ttl_ms = parse_duration(body.ttl, path="ttl")
+        ttl_ms = parse_ttl(body.ttl, path="ttl")
         lease_id = new_id("lease")
 
         async def once() -> Lease:
@@ -296,7 +296,7 @@ class LeaseService:
         if session.settings.lease is None:
             return ()
         wish = LeaseWish.model_validate(session.settings.lease)
-        ttl_ms = parse_duration(wish.ttl, path="cache.lease.ttl")
+        ttl_ms = parse_ttl(wish.ttl, path="cache.lease.ttl")
         if any(x.upto == "head" and x.ttl_ms == ttl_ms for x in self._live(session)):
             return ()
         nothing = LeaseGrant(state="queued", tokens_requested=session.num_tokens, tokens_granted=0)

@@ -18,6 +18,7 @@ from appliance.api.wire_sessions import (
 )
 from appliance.errors import ApiError
 from sessions.durations import parse_duration
+from sessions.leases import parse_ttl
 from sessions.settings import ContextPolicy, HoldTimes, ReasoningPolicy, SessionSettings
 
 
@@ -25,7 +26,7 @@ def new_settings(body: SessionCreate, default_expiry_ms: int) -> SessionSettings
     """Return the settings of a session that is being created. Raises SettingError."""
     lease = body.cache.lease if body.cache is not None else None
     if lease is not None:
-        parse_duration(lease.ttl, path="cache.lease.ttl")
+        parse_ttl(lease.ttl, path="cache.lease.ttl")
     changes = {"expires_after_ms": default_expiry_ms, **changed_settings(body)}
     return SessionSettings(
         **changes,
@@ -69,7 +70,7 @@ def check_imported(settings: SessionSettings) -> None:
             wish = LeaseWish.model_validate(settings.lease)
         except ValidationError as error:
             raise ApiError("invalid_import", f"body: cache.lease: {error}", "body") from error
-        parse_duration(wish.ttl, path="cache.lease.ttl")
+        parse_ttl(wish.ttl, path="cache.lease.ttl")
 
 
 def _context_policy(context: ContextBody) -> ContextPolicy:

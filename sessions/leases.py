@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sessions.durations import format_duration, parse_duration
+from sessions.errors import SettingError
 from sessions.ids import new_id
 from sessions.lease_policy import LeaseGrant
+
+MAX_TTL_MS = 3650 * 86_400_000  # less than what an engine takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,16 @@ class Lease:
     expires_at_ms: int
     renew_on_use: bool = True
     reason: str | None = None
+
+
+def parse_ttl(raw: object, *, path: str) -> int:
+    """How long a lease is for, in milliseconds. Raises `SettingError` naming the path."""
+    ttl_ms = parse_duration(raw, path=path)
+    if not 0 < ttl_ms <= MAX_TTL_MS:
+        raise SettingError(
+            f"{path}: {raw}; allowed: 1ms to {format_duration(MAX_TTL_MS)}", param=path
+        )
+    return ttl_ms
 
 
 def new_lease(

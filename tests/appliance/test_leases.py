@@ -84,6 +84,8 @@ def test_what_the_cache_or_the_budget_does_not_hold_is_not_granted(tmp_path: Pat
     [
         ({}, 400, "missing_field", "ttl"),
         ({"ttl": "soon"}, 400, "invalid_setting", "ttl"),
+        ({"ttl": "0s"}, 400, "invalid_setting", "ttl"),
+        ({"ttl": "999999999d"}, 400, "invalid_setting", "ttl"),
         ({"ttl": "1m", "tier": "l9"}, 400, "invalid_value", "tier"),
         ({"ttl": "1m", "upto": "item_x"}, 404, "item_not_found", None),
         ({"ttl": "1m", "upto": "turn_x"}, 404, "turn_not_found", None),
@@ -97,6 +99,13 @@ def test_a_bad_lease_is_refused(
     reply = app.post(f"/v1/sessions/{session_id}/leases", body)
     assert app.error(reply) == (status, code, param)
     assert leases_of(app, session_id) == []
+
+
+@pytest.mark.parametrize("ttl", ["0s", "999999999d", "soon"])
+def test_a_lease_wish_with_a_time_no_lease_takes_is_refused(app: RunningApp, ttl: str) -> None:
+    cache = {"lease": {"ttl": ttl}}
+    refused = (400, "invalid_setting", "cache.lease.ttl")
+    assert app.error(app.post("/v1/sessions", {"model": "default", "cache": cache})) == refused
 
 
 def test_a_session_holds_a_bounded_number_of_leases(app: RunningApp) -> None:
