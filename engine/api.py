@@ -402,6 +402,14 @@ class VerifyReply(msgspec.Struct, tag="tiers_verified", kw_only=True):
     bad: dict[str, int]
 
 
+class QueryRefused(msgspec.Struct, tag="query_refused", kw_only=True):
+    """A question with a field the engine cannot take, in place of its answer."""
+
+    query_id: str
+    error_code: str
+    error_message: str
+
+
 class EngineHello(msgspec.Struct, tag="hello", kw_only=True):
     """Answer to the first message of a peer, and broadcast on start.
 
@@ -438,6 +446,7 @@ EngineOutput = (
     | TiersReply
     | DrainReply
     | VerifyReply
+    | QueryRefused
     | EngineHello
     | Pong
 )

@@ -25,7 +25,7 @@ import msgspec
 
 from engine import api
 from engine.client_streams import KvEventQueue, OutputStream, StreamItem
-from engine.errors import EngineUnavailableError
+from engine.errors import EngineUnavailableError, QueryRefusedError
 from engine.transport import ClientSocket, decode_outputs, pack_ids
 
 logger = logging.getLogger(__name__)
@@ -158,8 +158,9 @@ class EngineClient:
         stream = OutputStream(
             request.request_id, request=request, base=len(request.resume_token_ids) // 4
         )
-        async for item in self._run_stream(stream, request, abort_on_close):
-            yield item
+        async with contextlib.aclosing(self._run_stream(stream, request, abort_on_close)) as items:
+            async for item in items:
+                yield item
 
     async def attach(
         self,
@@ -174,8 +175,9 @@ class EngineClient:
         """
         stream = OutputStream(request_id, request=None, base=from_output)
         message = api.AttachRequest(request_id=request_id, from_output=from_output)
-        async for item in self._run_stream(stream, message, abort_on_close):
-            yield item
+        async with contextlib.aclosing(self._run_stream(stream, message, abort_on_close)) as items:
+            async for item in items:
+                yield item
 
     async def abort(self, request_id: str) -> None:
         """Ask the engine to stop a request; its stream ends with `Finished{aborted}`."""
@@ -419,6 +421,8 @@ class EngineClient:
                 | api.VerifyReply()
             ):
                 self._answer(message.query_id, message)
+            case api.QueryRefused():
+                self._refuse(message)
             case api.LeaseChanged():
                 for callback in self._lease_callbacks:
                     callback(message)
@@ -443,6 +447,12 @@ class EngineClient:
         _, future = self._queries.get(query_id, (None, None))
         if future is not None and not future.done():
             future.set_result(reply)
+
+    def _refuse(self, refusal: api.QueryRefused) -> None:
+        _, future = self._queries.get(refusal.query_id, (None, None))
+        if future is not None and not future.done():
+            error = QueryRefusedError(refusal.error_code, refusal.error_message)
+            future.set_exception(error)
 
     async def _meet(self, hello: api.EngineHello) -> None:
         previous, self._hello = self._hello, hello

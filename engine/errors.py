@@ -45,6 +45,14 @@ class RequestError(EngineError, ValueError):
         super().__init__(f"{field} = {value!r}: allowed: {allowed}")
 
 
+class QueryRefusedError(EngineError, ValueError):
+    """The engine cannot take a field of a question; the text names it."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+
 class GrammarError(EngineError, ValueError):
     """A grammar does not compile, or not within its budget."""
 

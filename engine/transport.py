@@ -24,7 +24,7 @@ import zmq.asyncio
 from numpy.typing import NDArray
 
 from engine.api import EngineInput, EngineOutput
-from engine.errors import EngineError
+from engine.errors import EngineError, RequestError
 
 MAX_MESSAGE_BYTES = 64 << 20
 # Frames the engine keeps for one client that does not read: a busy step sends one per request.
@@ -64,7 +64,9 @@ def pack_ids(token_ids: NDArray[np.int32] | list[int] | tuple[int, ...]) -> byte
 
 
 def unpack_ids(raw: bytes) -> NDArray[np.int32]:
-    """The ids in `raw`, int32 [n]; read-only view. Raises: ValueError if it is not whole ids."""
+    """The ids in `raw`, int32 [n]; read-only view. Raises: RequestError if it is not whole ids."""
+    if len(raw) % 4:
+        raise RequestError("token_ids", f"{len(raw)} bytes", "whole int32 ids, 4 bytes each")
     return np.frombuffer(raw, dtype="<i4")
 
 

@@ -70,6 +70,13 @@ class Inbox:
         except ValueError as error:
             logger.warning("%s from %s refused: %s", type(message).__name__, peer.hex(), error)
             self._counters.num_malformed += 1
+            query_id = getattr(message, "query_id", None)
+            if query_id is not None:
+                code = getattr(error, "code", "invalid_request")  # the scheduler's have none
+                self._outbox.reply(
+                    peer,
+                    api.QueryRefused(query_id=query_id, error_code=code, error_message=str(error)),
+                )
 
     def _handle(self, peer: bytes, message: api.EngineInput) -> None:
         match message:

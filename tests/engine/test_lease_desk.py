@@ -10,7 +10,7 @@ import pytest
 
 from engine import api
 from engine.client import EngineClient
-from engine.errors import EngineUnavailableError
+from engine.errors import QueryRefusedError
 from engine.transport import pack_ids
 from tests.fakes.live_engine import LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner, hashed_script
@@ -107,16 +107,19 @@ def test_a_hint_says_how_much_of_the_prefix_is_cached(tmp_path: Path) -> None:
 def test_senseless_leases_and_hints_change_nothing_and_the_engine_lives(tmp_path: Path) -> None:
     async def work(client: EngineClient) -> None:
         history = pack_ids(await fill(client, 1, 16))
-        for refused in (
-            client.lease("a", history, 0, timeout_s=0.2),
-            client.lease("a", history, 1 << 62, timeout_s=0.2),
-            client.lease("a", history[:-1], 1000, timeout_s=0.2),
-            client.lease("a", b"", 1000, timeout_s=0.2),
-            client.lease("a", history, 1000, tier="l4", timeout_s=0.2),
-            client.hint_prefix(history, 1.5, timeout_s=0.2),
+        for refused, field in (
+            (client.lease("a", history, 0), "ttl_ms = 0"),
+            (client.lease("a", history, 1 << 62), "ttl_ms"),
+            (client.lease("a", history[:-1], 1000), "token_ids"),
+            (client.lease("a", b"", 1000), "token_ids"),
+            (client.lease("a", history, 1000, tier="l4"), "tier"),
+            (client.hint_prefix(history, 1.5), "expected_return = 1.5"),
+            (client.query_prefix(history[:-1]), "token_ids"),
+            (client.move_prefix(history, "l9"), "tier"),
         ):
-            with pytest.raises(EngineUnavailableError):
+            with pytest.raises(QueryRefusedError, match=field) as caught:
                 await refused
+            assert caught.value.code == "invalid_request"
         await client.release_lease("nobody's")
         assert (await client.lease("a", history, 1000)).state == "granted"
 
