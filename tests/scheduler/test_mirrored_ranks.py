@@ -92,3 +92,21 @@ def test_an_unknown_rank_and_a_second_report_are_refused_whole() -> None:
     assert quorum.num_pending == 1
     with pytest.raises(ValueError, match="num_ranks: 0 is not >= 1"):
         AckQuorum(0)
+
+
+def probe(probe_id: int, num_pages: int) -> cpp.ProbeDone:
+    return cpp.ProbeDone(probe_id=probe_id, num_pages=num_pages)
+
+
+def test_a_probe_has_found_the_leading_pages_that_every_rank_has() -> None:
+    quorum = AckQuorum(3)
+    assert quorum.report_probes(2, [probe(9, 4), probe(8, 0)]) == []
+    assert quorum.report_probes(0, [probe(8, 7), probe(9, 6)]) == []
+    assert quorum.num_pending == 2
+    with pytest.raises(ValueError, match=r"probes\[1\]\.probe_id: 9 was reported by rank 0"):
+        quorum.report_probes(0, [probe(7, 1), probe(9, 1)])
+    done = quorum.report_probes(1, [probe(9, 5), probe(8, 7)])
+    assert [(one.probe_id, one.num_pages) for one in done] == [(8, 0), (9, 4)]
+    assert quorum.num_pending == 0
+    with pytest.raises(ValueError, match="rank: 3 is not in"):
+        quorum.report_probes(3, [probe(1, 1)])
