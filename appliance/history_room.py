@@ -18,7 +18,7 @@ from appliance.compaction import Compacted, Compactor
 from appliance.errors import ApiError, as_api_error
 from appliance.reasoning_history import ReasoningHistory, drops_reasoning
 from appliance.services import Services
-from sessions.calls import open_calls_of
+from sessions.calls import resolve_calls
 from sessions.compaction import Split, split_history, split_to_fit
 from sessions.errors import UnresolvedToolCalls
 from sessions.items import Item, parse_items
@@ -230,7 +230,7 @@ def _items_of(body: CompactCreate) -> tuple[Item, ...] | None:
             "missing_field", "summary_items: required, one item at least", "summary_items"
         )
     items = parse_items(body.summary_items, path="summary_items")
-    left_open = open_calls_of(items)
+    left_open = resolve_calls((), items, path="summary_items")
     if left_open:
         raise UnresolvedToolCalls([c.call_id for c in left_open], param="summary_items")
     return items

@@ -224,6 +224,8 @@ def test_a_history_that_is_changed_meanwhile_is_not_compacted(app: RunningApp) -
         ({"summary_items": "x"}, "invalid_value", "summary_items"),
         ({"mode": "items", "summary_items": [{"type": "function_call", "call_id": "c",
           "name": "f", "arguments": "{}"}]}, "unresolved_tool_calls", "summary_items"),
+        ({"mode": "items", "summary_items": [{"type": "function_call_output", "call_id": "c",
+          "output": "x"}]}, "unknown_call_id", "summary_items[0].call_id"),
         ({"mode": "items", "summary_items": LONG * 20}, "compaction_failed", None),
         ({"turns": 1}, "unknown_field", "turns"),
     ],
