@@ -93,7 +93,7 @@ def create_app(services: Services) -> FastAPI:
         services,
         turn_service,
         SessionService(services, turn_service),
-        ItemService(services, prefiller),
+        ItemService(services, prefiller, room),
         SessionViews(services, meter),
         SessionHistory(services),
         leases,

@@ -12,6 +12,7 @@ import msgspec
 
 from appliance.api.wire_sessions import ItemsAppend
 from appliance.errors import ApiError
+from appliance.history_room import HistoryRoom
 from appliance.partial_output import PartialPrefill, output_with, piece_of
 from appliance.prefill import Prefiller
 from appliance.races import racing
@@ -28,8 +29,9 @@ from sessions.turn_log import Record, TurnLog
 class ItemService:
     """Belongs to one event loop."""
 
-    def __init__(self, services: Services, prefiller: Prefiller) -> None:
+    def __init__(self, services: Services, prefiller: Prefiller, room: HistoryRoom) -> None:
         self._services = services
+        self._room = room
         self._prefiller = prefiller
         self._partial = PartialPrefill(services, prefiller)
         self._reasoning = ReasoningHistory(services)
@@ -59,11 +61,13 @@ class ItemService:
             session = await services.store.get(session_id, tenant=tenant)
             session.check_ready(services.clock_ms(), expect_revision=body.expect_revision)
             text = output_with(session.partial_output(piece.call_id), piece.text, body.offset)
-            room = services.context_limit(session) - session.num_tokens
-            max_token_bytes = services.assets.tokenizer.max_token_bytes
-            check_can_fit(len(text), room, max_token_bytes, "items")
             if body.final:
                 return session, text
+            room = services.context_limit(session)
+            if session.settings.context.on_overflow == "error":
+                room -= session.num_tokens  # else the history gives way once the output is whole
+            max_token_bytes = services.assets.tokenizer.max_token_bytes
+            check_can_fit(len(text), room, max_token_bytes, "items")
             grown = session.with_partial_output(piece.call_id, text, services.clock_ms())
             return await services.store.update(grown), text
 
@@ -100,12 +104,14 @@ class ItemService:
             if drops_reasoning(session, body.items):
                 session = await self._reasoning.drop(session)
             log = await services.store.read_log(session)
-            chars = num_chars(body.items)
-            room = services.context_limit(session) - session.num_tokens
-            check_can_fit(chars, room, services.assets.tokenizer.max_token_bytes, "items")
-            record = await off_loop(chars, lambda: self._items_record(session, log, body))
-            appended = session.append_items(record, services.clock_ms())
-            check_fits(appended, services.context_limit(session), "items")
+            try:
+                appended, record = await self._appended(session, log, body)
+            except ApiError as error:
+                if not self._room.can_make(session, log, error):
+                    raise
+                session = await self._room.make(session)
+                log = await services.store.read_log(session)
+                appended, record = await self._appended(session, log, body)
             return await services.store.append_record(appended, record), record
 
         stored, record = await racing(once)
@@ -118,6 +124,19 @@ class ItemService:
             "open_calls": list(stored.open_call_ids),
             "prefill": await self._prefill(stored, body.prefill),
         }
+
+    async def _appended(
+        self, session: Session, log: TurnLog, body: ItemsAppend
+    ) -> tuple[Session, Record]:
+        """The session with its new record. Raises: ApiError where the context is too short."""
+        services = self._services
+        chars = num_chars(body.items)
+        room = services.context_limit(session) - session.num_tokens
+        check_can_fit(chars, room, services.assets.tokenizer.max_token_bytes, "items")
+        record = await off_loop(chars, lambda: self._items_record(session, log, body))
+        appended = session.append_items(record, services.clock_ms())
+        check_fits(appended, services.context_limit(session), "items")
+        return appended, record
 
     async def _prefill(self, session: Session, how: str) -> dict[str, Any] | None:
         if how == "none":

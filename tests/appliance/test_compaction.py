@@ -386,6 +386,23 @@ def test_a_long_history_is_compacted_beside_its_turns(app: RunningApp) -> None:
     assert kinds(app, session_id)[0] == "compaction"
 
 
+@pytest.mark.parametrize("policy", ["compact", "truncate_oldest"])
+def test_appended_items_make_room_as_a_turn_s_input_does(app: RunningApp, policy: str) -> None:
+    context = {"max_tokens": 400, "on_overflow": policy, "compact_at": 1.0}
+    session_id = app.session(instructions="Be brief.", context=context)
+    app.engine.script = says("Hello there.")
+    for number in range(8):
+        items = [{"role": "user", "content": f"{LONG}{number}"}]
+        reply = app.post(f"/v1/sessions/{session_id}/items", {"items": items})
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["num_tokens"] < 400
+        assert app.turn(session_id, "go on", max_output_tokens=16)["status"] == "completed"
+    text = default_assets().tokenizer.decode(tokens(app, session_id))
+    assert f"{LONG}7" in text and f"{LONG}0" not in text
+    reply = app.post(f"/v1/sessions/{session_id}/items", {"items": LONG * 8})
+    assert app.error(reply)[:2] == (400, "context_length_exceeded"), "nothing makes room for it"
+
+
 def test_what_no_compaction_can_make_room_for_is_refused(app: RunningApp) -> None:
     for policy in ("error", "compact", "truncate_oldest"):
         session_id = app.session(context={"max_tokens": 300, "on_overflow": policy})
