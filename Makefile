@@ -12,7 +12,7 @@ test: install
 	@scripts/services
 	@scripts/lint
 	@scripts/test-cpp
-	@.venv/bin/python -m pytest -q
+	@scripts/test-py
 
 test-agents: install
 	@scripts/agents
@@ -22,7 +22,7 @@ test-clients: install
 	@scripts/clients
 
 test-py: install
-	@.venv/bin/python -m pytest -q
+	@scripts/test-py
 
 test-cpp: install
 	@scripts/test-cpp
