@@ -259,7 +259,8 @@ def test_a_read_that_hangs_is_left_behind_and_writes_into_nobodys_page(
     status = guarded.status()
     assert (status.state, status.counters["failures"]) == (StoreState.DOWN, 1)
     assert "no answer in 0.1 s" in status.reason
-    with path.open("wb") as pipe:
+    # the reader wakes, finds no segment in the pipe and may have closed it before the bytes arrive
+    with contextlib.suppress(BrokenPipeError), path.open("wb") as pipe:
         pipe.write(whole[:1000])
     path.unlink()
     for _ in range(500):
