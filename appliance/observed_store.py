@@ -7,7 +7,7 @@ and at one place. Does not know: who listens, how a store works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from sessions.errors import SessionNotFound
@@ -113,6 +113,12 @@ class ObservedStore:
     async def beat(self, owner: str, until_ms: int) -> None:
         await self._store.beat(owner, until_ms)
 
+    async def ask_cancel(self, turn_id: str, now_ms: int) -> None:
+        await self._store.ask_cancel(turn_id, now_ms)
+
+    async def forget_cancels(self, turn_ids: Collection[str]) -> None:
+        await self._store.forget_cancels(turn_ids)
+
     # Reads --------------------------------------------------------------------------------
 
     async def get(self, session_id: str, *, tenant: str | None = None) -> Session:
@@ -140,6 +146,9 @@ class ObservedStore:
 
     async def live_owners(self, now_ms: int) -> frozenset[str]:
         return await self._store.live_owners(now_ms)
+
+    async def asked_cancels(self) -> frozenset[str]:
+        return await self._store.asked_cancels()
 
     async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
         return await self._store.find_key(session_id, key, body_hash)

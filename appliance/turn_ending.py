@@ -160,7 +160,7 @@ class TurnEnding:
         metrics.turns.labels(record.status, reason).inc()
         metrics.turn_seconds.observe(now_s - run.started_s)
         metrics.output_tokens.inc(record.usage.output_tokens)
-        if run.first_token_s:
+        if run.first_token_s and not run.is_resumed:
             metrics.turn_first_token_seconds.observe(run.first_token_s - run.started_s)
         num_invalid = len(run.response.invalid_calls)
         metrics.tool_calls.labels("yes").inc(run.response.num_calls - num_invalid)

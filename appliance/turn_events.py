@@ -22,15 +22,18 @@ from typing import Any
 
 import msgspec
 
+from appliance.token_journal import SampledTokens, TokenJournal, read_sampled
+
 logger = logging.getLogger(__name__)
 
 CONTENT_PREFIX = "response."
 DELTA_SUFFIX = ".delta"
 DELTAS_EVERY_S = 0.015  # at most so often is a reader woken for deltas; everything else at once
 RECONNECT_MS = 1000
+EVENTS_SUFFIX, TOKENS_SUFFIX = ".events", ".ids"
 MEMORY_S = 15.0  # how long an ended turn's frames stay in memory
 TERMINAL = ("turn.completed", "turn.incomplete", "turn.cancelled", "turn.failed")
-ONCE_PER_TURN = ("turn.created", "turn.queued", "turn.cache", "turn.in_progress")
+ONCE_PER_TURN = ("turn.created", "turn.queued", "turn.in_progress")
 _encoder = msgspec.json.Encoder()
 
 
@@ -46,6 +49,8 @@ class TurnEvents:
     num_readers: int = 0
     is_detached: bool = False  # this process lets go of a turn that goes on elsewhere
     on_readers_gone: Callable[[], None] | None = None
+    sampled: SampledTokens = SampledTokens()  # what an earlier process had of the answer
+    tokens: TokenJournal | None = None
     _journal_fd: int = -1
     _journal: Path | None = None  # None: there is none, or it was given up
     _num_to_skip: int = 0  # content events that a resumed turn will emit again
@@ -60,9 +65,13 @@ class TurnEvents:
         return bool(self.frames) and _event_type(self.frames[-1]) in TERMINAL
 
     @property
-    def has_content(self) -> bool:
-        """Readers may have seen output of the model."""
-        return any(_event_type(frame).startswith(CONTENT_PREFIX) for frame in self.frames)
+    def is_caught_up(self) -> bool:
+        """All that readers saw of the answer before a restart has been made again."""
+        return self._num_to_skip == 0
+
+    def told(self, event_type: str) -> list[dict[str, Any]]:
+        """The bodies of all events of a type so far."""
+        return [decode_frame(frame) for frame in self.frames if _event_type(frame) == event_type]
 
     def emit(self, event_type: str, fields: Mapping[str, Any]) -> None:
         """Append one event and wake the readers; what a resumed turn repeats is dropped."""
@@ -83,6 +92,8 @@ class TurnEvents:
         self.is_closed = True
         self.closed_at_s = time.monotonic()
         self._close_journal()
+        if self.tokens is not None:
+            self.tokens.remove()
         self._wake()
 
     @property
@@ -112,6 +123,16 @@ class TurnEvents:
         finally:
             self._let_go()
 
+    def note_tokens(self, start: int, token_ids: bytes) -> None:
+        """Keep sampled ids (int32, from output token `start` on) before their events are made."""
+        if self.tokens is not None:
+            self.tokens.write(start, token_ids)
+
+    def note_end(self, end: int) -> None:
+        """Keep how the answer ended before its last events are made."""
+        if self.tokens is not None:
+            self.tokens.write_end(end)
+
     def detach(self) -> None:
         """Send the readers away: the turn goes on, but this process will not see its end.
 
@@ -121,6 +142,8 @@ class TurnEvents:
             self.is_detached = True
             self.on_readers_gone = None
             self._close_journal()
+            if self.tokens is not None:
+                self.tokens.close()
             self._wake()
 
     async def read_to_end(self) -> None:
@@ -264,6 +287,7 @@ class EventJournals:
         """Start the events of a new turn."""
         events = TurnEvents(session_id, turn_id)
         events._open_journal(self._path(turn_id), 0)
+        events.tokens = TokenJournal(self._tokens_path(turn_id))
         self._turns[turn_id] = events
         return events
 
@@ -275,6 +299,8 @@ class EventJournals:
         events._num_to_skip = sum(name.startswith(CONTENT_PREFIX) for name in types)
         events._seen_types = frozenset(types)
         events._open_journal(self._path(turn_id), sum(map(len, frames)))
+        events.sampled = read_sampled(self._tokens_path(turn_id))
+        events.tokens = TokenJournal(self._tokens_path(turn_id))
         self._turns[turn_id] = events
         return events
 
@@ -312,8 +338,8 @@ class EventJournals:
 
     def sweep_files(self) -> None:
         """Delete journals left by earlier processes that are past the replay window."""
-        for path in self.directory.glob("*.events"):
-            if path.stem in self._turns:
+        for path in self.directory.iterdir():
+            if path.suffix not in (EVENTS_SUFFIX, TOKENS_SUFFIX) or path.stem in self._turns:
                 continue
             if time.time() - path.stat().st_mtime > self.replay_s:
                 path.unlink(missing_ok=True)
@@ -324,9 +350,13 @@ class EventJournals:
         if events is not None:
             events.close()
         self._path(turn_id).unlink(missing_ok=True)
+        self._tokens_path(turn_id).unlink(missing_ok=True)
 
     def _path(self, turn_id: str) -> Path:
-        return self.directory / f"{turn_id}.events"
+        return self.directory / f"{turn_id}{EVENTS_SUFFIX}"
+
+    def _tokens_path(self, turn_id: str) -> Path:
+        return self.directory / f"{turn_id}{TOKENS_SUFFIX}"
 
     def _read_frames(self, turn_id: str) -> list[bytes]:
         try:

@@ -72,6 +72,7 @@ def conclude(run: TurnRun, now_ms: int) -> Record:
     It is committed unless the turn failed, or was stopped and is not to store what it had.
     """
     outcome = outcome_of(run)
+    run.note_end()
     is_cut = outcome.status != COMPLETED or outcome.stop_reason == "stop_sequence"
     run.emit(run.response.take(run.answer.finish(is_cut=is_cut)))
     is_partial = outcome.status in (INCOMPLETE, CANCELLED)
@@ -176,7 +177,9 @@ def _usage(run: TurnRun) -> TurnUsage:
 
 
 def _timings(run: TurnRun, now_ms: int) -> TurnTimings:
-    ttft_s = run.first_token_s - run.started_s if run.first_token_s else None
+    # Of a turn that an earlier process began nobody knows when it was first heard of here.
+    is_known = run.first_token_s and not run.is_resumed
+    ttft_s = run.first_token_s - run.started_s if is_known else None
     return TurnTimings(
         created_at_ms=run.pending.created_at_ms,
         finished_at_ms=now_ms,

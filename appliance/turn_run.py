@@ -22,10 +22,11 @@ from appliance.grammars import constrained, spec_of
 from appliance.response_events import ResponseEvents, WireEvent
 from appliance.turn_events import TurnEvents
 from appliance.turn_params import TurnParams
+from appliance.turn_record import CANCEL, DEADLINE
 from engine import api
 from engine.client import EngineClient
 from engine.client_streams import StreamItem
-from sessions.token_codec import count, decode_ids, encode_ids
+from sessions.token_codec import TOKEN_BYTES, count, decode_ids, encode_ids
 from sessions.turn_log import CANCELLED, COMPLETED, FAILED, INCOMPLETE, PendingTurn, Record
 from tools_schema.structural_tag import GrammarPlan
 
@@ -39,6 +40,13 @@ TERMINAL_EVENT = {
     CANCELLED: "turn.cancelled",
     FAILED: "turn.failed",
 }
+# How an answer ends, as its journal of tokens numbers it; only ever appended to.
+ENDS = (
+    (api.FinishReason.STOP, ""),
+    (api.FinishReason.LENGTH, ""),
+    (api.FinishReason.ABORTED, CANCEL),
+    (api.FinishReason.ABORTED, DEADLINE),
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,12 +128,25 @@ class TurnRun:
             stopping.cancel()
             task.cancel()
 
+    def take_up(self) -> None:
+        """This turn was begun by an earlier API process; its events say what it had cost."""
+        self.is_resumed = True
+        told = self.events.told("turn.cache")
+        if told:
+            names = {"l1": "cached_l1", "l2": "cached_l2", "l3": "cached_l3"}
+            found = {tier: told[0][name] for tier, name in names.items()}
+            self.cache = api.CacheHit(**found, to_compute=told[0]["to_compute"])
+            self.miss = told[-1]["miss"]
+
     def on_engine_restart(self) -> None:
         """Another engine goes on with this turn; its `Started` says what is computed again."""
         self.is_in_second_life = self.cache is not None and self.finished is None
 
-    async def run(self, plan: GrammarPlan) -> None:
-        """Sample to the end. Failures are kept in `error`, never raised (cancellation is)."""
+    async def run(self, plan: GrammarPlan | None) -> None:
+        """Sample to the end. Failures are kept in `error`, never raised (cancellation is).
+
+        plan: None where a turn that was taken up is to stop: it ends with what it had.
+        """
         self.plan = plan
         try:
             async for item in self._engine_items(plan):
@@ -136,28 +157,51 @@ class TurnRun:
 
     # Reading the engine -------------------------------------------------------------------
 
-    async def _engine_items(self, plan: GrammarPlan) -> AsyncIterator[StreamItem]:
+    async def _engine_items(self, plan: GrammarPlan | None) -> AsyncIterator[StreamItem]:
         """The engine's messages for this turn, whichever API or engine process began it."""
-        request = self.request(plan)
         if self.is_resumed:
-            has_content = self.events.has_content
             async for item in self.client.attach(self.turn_id, abort_on_close=False):
                 if not _is_unknown(item):
                     yield item
                     continue
-                if has_content and not len(self.answer.token_ids):
-                    self.error = ApiError(
-                        "api_restarted",
-                        "the API process and the engine were both restarted during this turn",
-                    )
-                    return
                 break
             else:
                 return
             # The engine died after the API process did, or never saw the request.
-            request.resume_token_ids = encode_ids(self.answer.token_ids)
+            await self._recall()
+            if self.error is not None or self.answer.is_stopped or self.finished is not None:
+                return
+        if plan is None:
+            return
+        request = self.request(plan)
+        request.resume_token_ids = encode_ids(self.answer.token_ids)
         async for item in self.client.generate(request, abort_on_close=False):
             yield item
+
+    async def _recall(self) -> None:
+        """Bring back what the engine that died had sampled, as far as it is kept here.
+
+        Where readers saw more than that, nobody can go on with what they saw.
+        """
+        sampled, num_known = self.events.sampled, len(self.answer.token_ids)
+        token_ids = sampled.token_ids[num_known * TOKEN_BYTES :]
+        if token_ids:
+            tokens = api.Tokens(request_id=self.turn_id, start=num_known, token_ids=token_ids)
+            await self._on_tokens(tokens)
+        if sampled.end is not None:  # only its last events are missing, or its way to the store
+            reason, cause = ENDS[sampled.end]
+            self.stop_cause = self.stop_cause or cause
+            num_output = len(self.answer.token_ids)
+            self.finished = api.Finished(
+                request_id=self.turn_id, reason=reason, num_output_tokens=num_output
+            )
+        elif not self.events.is_caught_up:
+            self.error = ApiError(
+                "engine_restarted",
+                "the engine and the API process died during this turn, and what they had sampled "
+                "is not kept",
+            )
+        self.is_in_second_life = self.cache is not None
 
     async def _take(self, item: StreamItem) -> None:
         self.progress_s = time.monotonic()
@@ -213,6 +257,7 @@ class TurnRun:
 
     async def _on_tokens(self, item: api.Tokens) -> None:
         self._note_engine()
+        self.events.note_tokens(item.start, item.token_ids)
         if not self.first_token_s:
             self.first_token_s = time.monotonic()
             self.events.emit("turn.in_progress", {})
@@ -230,6 +275,16 @@ class TurnRun:
         if item.reason is api.FinishReason.ERROR and not self.answer.is_stopped:
             code = known_code(item.error_code)
             self.error = ApiError(code, item.error_message or "the engine failed this turn")
+
+    def note_end(self) -> None:
+        """Journal how the answer ended, before the events that say so."""
+        if self.finished is None or self.error is not None:
+            return
+        reason = self.finished.reason
+        is_aborted = reason is api.FinishReason.ABORTED
+        cause = (self.stop_cause or CANCEL) if is_aborted else ""
+        if (reason, cause) in ENDS:
+            self.events.note_end(ENDS.index((reason, cause)))
 
     def emit(self, events: list[WireEvent]) -> None:
         """Number and send events of the answer, noting where whole items end."""

@@ -127,11 +127,10 @@ class TurnRunner:
             self._services.reasoning_of(run.pending.input_token_ids),
         )
         plan = await run.unless_stopped(self._services.grammars.compiled(question))
-        if plan is None:
-            return
-        if plan.fallbacks:
+        if plan is not None and plan.fallbacks:
             self._metrics.grammar_fallbacks.inc()
-        if not run.stop_cause and run.error is None:
+        # One that was taken up has an answer to end with, even if it is to stop by now.
+        if run.error is None and (run.is_resumed or not run.stop_cause):
             run.submitted_s = time.monotonic()
             self._metrics.turn_submit_seconds.observe(run.submitted_s - run.started_s)
             await run.run(plan)

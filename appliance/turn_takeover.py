@@ -12,8 +12,9 @@ import logging
 import time
 
 from appliance import turn_view
-from appliance.errors import ApiError, as_api_error
+from appliance.errors import ApiError, as_api_error, known_code
 from appliance.services import Services
+from appliance.turn_events import TurnEvents, decode_frame
 from appliance.turn_preparation import Ask, build_run
 from appliance.turn_queue import WaitingTurn
 from appliance.turn_record import abandoned
@@ -113,10 +114,14 @@ class TurnTakeover:
         session = await services.store.get(pending.session_id)
         log = await services.store.read_log(session)
         events = services.journals.reopen(pending.session_id, pending.id)
+        if events.has_terminal:  # its readers were told a failure that the store did not take
+            events.close()
+            await self._turns.runner.ending.abandon(pending, _told_error(events))
+            return
         run = build_run(services, session, log, pending, events)
-        run.is_resumed = True
+        run.take_up()
         if session.model_fingerprint not in ("", services.assets.fingerprint):
-            run.error = ApiError("api_restarted", "the model changed while this turn ran")
+            run.error = ApiError("model_changed", "the model changed while this turn ran")
         events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
         logger.info("turn taken up again", extra={"turn_id": pending.id})
         self._turns.runner.launch(run, time.monotonic())
@@ -128,9 +133,14 @@ class TurnTakeover:
         events = self._services.journals.reopen(waiting.session_id, waiting.id)
         if events.has_terminal:  # its readers were told its end, the store was not
             events.close()
-            record = abandoned(
-                waiting, ApiError("api_restarted", "it ended unstored"), self._services.clock_ms()
-            )
+            record = abandoned(waiting, _told_error(events), self._services.clock_ms())
             await self._services.store.end_queued(waiting.session_id, record)
             return
         self._turns.queue.add(WaitingTurn(Ask.of_waiting(waiting), waiting, events))
+
+
+def _told_error(events: TurnEvents) -> ApiError:
+    """The error of the terminal event, as its readers saw it."""
+    error = decode_frame(events.frames[-1]).get("error") or {}
+    code = known_code(error.get("code"))
+    return ApiError(code, str(error.get("message") or "it ended unstored"))

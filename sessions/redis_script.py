@@ -24,6 +24,7 @@ Key layout, each with the configured prefix in front (`moorage:` by default):
     queued                    set      sessions that have some
     quotas                    hash     tenant -> msgpack of its own limits
     owners                    zset     API process -> until when it said to be alive
+    cancels                   zset     turn id that is to stop -> when that was asked
     ended:<sid>               hash     turn id -> record of a turn that did not become history
     keys:<sid>                hash     idempotency key -> msgpack [turn id, body hash, time]
     key_times                 zset     msgpack [session id, key] -> created_at_ms

@@ -11,7 +11,7 @@ and the caller may repeat it with the same ids.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -323,6 +323,21 @@ class RedisSessionStore:
         members = await self._call(self._client.zrangebyscore(self._key("owners"), now_ms, "+inf"))
         return frozenset(member.decode() for member in members)
 
+    async def ask_cancel(self, turn_id: str, now_ms: int) -> None:
+        write = self._new_write()
+        write.add("ZADD", self._key("cancels"), "NX", now_ms, turn_id)
+        await self._transact(write)
+
+    async def asked_cancels(self) -> frozenset[str]:
+        members = await self._call(self._client.zrange(self._key("cancels"), 0, -1))
+        return frozenset(member.decode() for member in members)
+
+    async def forget_cancels(self, turn_ids: Collection[str]) -> None:
+        if turn_ids:
+            write = self._new_write()
+            write.add("ZREM", self._key("cancels"), *turn_ids)
+            await self._transact(write)
+
     # -- keys, expiry, usage
 
     async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
@@ -337,6 +352,9 @@ class RedisSessionStore:
     async def forget_keys(self, now_ms: int) -> int:
         before_ms = now_ms - self._config.idempotency_retention_ms
         await self._forget("ended_times", "ended", before_ms, kept=set())
+        stale = self._new_write()
+        stale.add("ZREMRANGEBYSCORE", self._key("cancels"), "-inf", f"({before_ms}")
+        await self._transact(stale)
         turns = (*await self.pending_turns(), *await self.queued_turns())
         running = {turn.id for turn in turns}
         return await self._forget("key_times", "keys", before_ms, kept=running)

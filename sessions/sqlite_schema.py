@@ -14,6 +14,7 @@ ended_turns       ended without becoming history
 idempotency_keys  key -> turn, with the hash of the body it came with
 tenant_quotas     limits of single tenants; NULL: as configured
 owners            API processes, and until when each said to be alive
+cancels           turns that are to stop, left as word for the process that runs them
 """
 
 from __future__ import annotations
@@ -79,6 +80,13 @@ MIGRATIONS: Final[Migrations] = (
             """CREATE TABLE tenant_quotas (
                 tenant TEXT PRIMARY KEY, max_sessions INTEGER, max_tokens INTEGER)
                 WITHOUT ROWID""",
+        ),
+    ),
+    (
+        "turns that are to stop",
+        (
+            """CREATE TABLE cancels (
+                turn_id TEXT PRIMARY KEY, asked_at_ms INTEGER NOT NULL) WITHOUT ROWID""",
         ),
     ),
 )

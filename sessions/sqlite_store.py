@@ -8,7 +8,7 @@ the tables, sessions.sqlite_threads for who runs what where. Several processes m
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from sessions import codec
@@ -255,6 +255,25 @@ class SqliteSessionStore:
         )
         return frozenset(owner for (owner,) in rows)
 
+    async def ask_cancel(self, turn_id: str, now_ms: int) -> None:
+        def work(db: sqlite3.Connection) -> None:
+            row = (turn_id, now_ms)
+            db.execute("INSERT INTO cancels VALUES (?, ?) ON CONFLICT DO NOTHING", row)
+
+        await self._db.write(work)
+
+    async def asked_cancels(self) -> frozenset[str]:
+        rows = await self._db.read(lambda db: db.execute("SELECT turn_id FROM cancels").fetchall())
+        return frozenset(turn_id for (turn_id,) in rows)
+
+    async def forget_cancels(self, turn_ids: Collection[str]) -> None:
+        rows = [(turn_id,) for turn_id in turn_ids]
+
+        def work(db: sqlite3.Connection) -> None:
+            db.executemany("DELETE FROM cancels WHERE turn_id = ?", rows)
+
+        await self._db.write(work)
+
     # -- keys, expiry, usage
 
     async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
@@ -265,6 +284,7 @@ class SqliteSessionStore:
 
         def work(db: sqlite3.Connection) -> int:
             db.execute("DELETE FROM ended_turns WHERE ended_at_ms < ?", (before_ms,))
+            db.execute("DELETE FROM cancels WHERE asked_at_ms < ?", (before_ms,))
             # A key whose turn still runs is kept, however long that takes.
             return db.execute(
                 "DELETE FROM idempotency_keys WHERE created_at_ms < ? AND turn_id NOT IN "

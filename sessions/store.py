@@ -16,12 +16,13 @@ its idempotency key, then either `commit_turn` (it becomes history) or `end_turn
 its readers, not as history). One that waits may end by `end_queued`.
 
 Owners: an API process says with `beat` until when it counts as alive; `claim_turn` hands a turn of
-one that is dead to another, to one of them at most.
+one that is dead to another, to one of them at most. A process that wants a turn of another one
+stopped leaves word with `ask_cancel`; the owner looks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -187,6 +188,15 @@ class SessionStore(Protocol):
 
     async def live_owners(self, now_ms: int) -> frozenset[str]:
         """The API processes that said they would be alive now."""
+
+    async def ask_cancel(self, turn_id: str, now_ms: int) -> None:
+        """Leave word that a turn, which another process runs, is to stop; asking twice is one."""
+
+    async def asked_cancels(self) -> frozenset[str]:
+        """The turns that are to stop and of which it was not said yet that they have."""
+
+    async def forget_cancels(self, turn_ids: Collection[str]) -> None:
+        """These turns have ended. `forget_keys` forgets what nobody saw to."""
 
     async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
         """Look an idempotency key up; None if unknown."""

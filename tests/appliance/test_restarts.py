@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import time
 from pathlib import Path
@@ -10,6 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from sessions.errors import StoreUnavailable
+from sessions.session import Session
+from sessions.sqlite_store import SqliteSessionStore
+from sessions.turn_log import Record
 from tests.fakes.appliance import Json, RunningApp, says, sse_events
 
 WORDS = " ".join(f"word{number}" for number in range(60))
@@ -146,7 +151,56 @@ def test_a_turn_cancelled_while_its_engine_dies_claims_nothing_of_the_next_engin
         assert turn["cache"]["miss"]["reason"] == "engine_restarted"
 
 
-def test_both_processes_lost_after_output_was_seen_fails_the_turn_as_api_restarted(
+def lose_both(app: RunningApp) -> None:
+    """What is left of a turn when the API process and the engine are killed in the midst of it."""
+    app.stop()
+    app.engine.restart()
+    app.start()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_turn_whose_processes_all_died_goes_on_where_its_readers_were(
+    own_app: RunningApp, times: int
+) -> None:
+    with own_app as app:
+        session_id = app.session()
+        events = read_some(app, session_id, 12, "k")
+        for _ in range(times):
+            lose_both(app)
+            path = f"/v1/sessions/{session_id}/turns/{events[0]['turn_id']}/events"
+            params = {"starting_after": events[-1]["sequence_number"]}
+            with app.http.stream("GET", path, params=params) as reply:
+                for event in sse_events(reply):
+                    events.append(event)
+                    if len(events) in (30, 40):
+                        break
+        events += read_rest(app, session_id, events)
+        numbers = [event["sequence_number"] for event in events]
+        assert numbers == list(range(1, len(events) + 1))
+        assert text_of(events) == WORDS
+        terminal = events[-1]
+        assert terminal["type"] == "turn.completed" and terminal["stop_reason"] == "end_turn"
+        told = [event for event in events if event["type"] == "turn.cache"]
+        assert len(told) == 1 + times
+        assert told[-1]["miss"]["reason"] == terminal["turn"]["cache"]["miss"]["reason"]
+        assert told[-1]["miss"]["reason"] == "engine_restarted"
+        resumed = app.engine.requests[-1]
+        num_again = (len(resumed.token_ids) + len(resumed.resume_token_ids)) // 4
+        assert told[-1]["to_compute"] == num_again
+        # The usage is what the prompt cost at first, and the sampled ids are those readers saw.
+        assert terminal["usage"]["input_tokens"] == told[0]["to_compute"]
+        assert len(resumed.resume_token_ids) // 4 < terminal["usage"]["output_tokens"]
+        # Its key still answers, with the very same events.
+        again = app.stream(session_id, "go", headers={"Idempotency-Key": "k"})
+        assert again[-1] == terminal and len(again) == len(events)
+        session = app.get(f"/v1/sessions/{session_id}").json()
+        assert (session["revision"], session["status"]) == (1, "idle")
+        # What the new engine computed is found by the next turn.
+        assert app.turn(session_id, "next")["cache"]["miss"] is None
+        assert list(app.config.server.state_dir.glob("turns/*.ids")) == []
+
+
+def test_a_turn_whose_sampled_ids_are_lost_with_both_processes_fails_as_engine_restarted(
     own_app: RunningApp,
 ) -> None:
     with own_app as app:
@@ -154,13 +208,68 @@ def test_both_processes_lost_after_output_was_seen_fails_the_turn_as_api_restart
         seen = read_some(app, session_id, 12, "k")
         app.stop()
         app.engine.restart()
+        (journal,) = app.config.server.state_dir.glob("turns/*.ids")
+        journal.write_bytes(journal.read_bytes()[: 4 * 2])
         app.start()
         rest = read_rest(app, session_id, seen)
         assert rest[-1]["type"] == "turn.failed"
-        assert rest[-1]["error"]["code"] == "api_restarted"
+        assert rest[-1]["error"]["code"] == "engine_restarted"
+        again = app.post(
+            f"/v1/sessions/{session_id}/turns",
+            {"input": "go"},
+            headers={"Idempotency-Key": "k"},
+        )
+        assert app.error(again)[:2] == (503, "engine_restarted")
+        assert again.json()["error"]["turn_id"] == seen[0]["turn_id"]
         session = app.get(f"/v1/sessions/{session_id}").json()
         assert (session["revision"], session["status"]) == (0, "idle")
         assert app.turn(session_id, "again")["status"] == "completed"
+
+
+class StubbornStore(SqliteSessionStore):
+    """A store that takes no end of a turn."""
+
+    async def commit_turn(self, session: Session, record: Record) -> Session:
+        raise StoreUnavailable("the file is locked")
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_cancelled", "end"),
+    [
+        ({}, False, ("turn.completed", "end_turn", None)),
+        ({"max_output_tokens": 30}, False, ("turn.incomplete", None, "max_output_tokens")),
+        ({"stop": ["word20"]}, False, ("turn.completed", "stop_sequence", None)),
+        ({}, True, ("turn.cancelled", None, None)),
+        ({"deadline_ms": 400}, False, ("turn.incomplete", None, "deadline")),
+    ],
+    ids=str,
+)
+def test_an_answer_that_had_ended_when_both_processes_died_ends_as_it_had(
+    own_app: RunningApp, fields: Json, is_cancelled: bool, end: tuple[str, str | None, str | None]
+) -> None:
+    with own_app as app:
+        stubborn = StubbornStore(app.config.sessions)
+        asyncio.run_coroutine_threadsafe(stubborn.open(), app.loop).result(10)
+        app.services.store._store = stubborn  # type: ignore[attr-defined]
+        session_id = app.session()
+        path = f"/v1/sessions/{session_id}/turns"
+        seen: list[Json] = []
+        with app.http.stream("POST", path, json={"input": "x", "stream": True, **fields}) as reply:
+            for event in sse_events(reply):
+                seen.append(event)
+                if is_cancelled and len(seen) == 12:
+                    assert app.post(f"{path}/{event['turn_id']}/cancel").status_code == 503
+                if event["type"] == "response.output_item.done":
+                    break
+        num_sampled = len(app.engine.requests)
+        lose_both(app)
+        events = seen + read_rest(app, session_id, seen)
+        assert [e["sequence_number"] for e in events] == list(range(1, len(events) + 1))
+        last = events[-1]
+        assert (last["type"], last.get("stop_reason"), last.get("reason")) == end
+        assert last["turn"]["output"][0]["content"][0]["text"] == text_of(seen)
+        assert len(app.engine.requests) == num_sampled  # nothing is sampled again
+        assert app.turn(session_id, "next")["status"] == "completed"
 
 
 def test_both_processes_lost_before_any_output_runs_the_turn_after_all(

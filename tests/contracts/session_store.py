@@ -508,6 +508,23 @@ class SessionStoreContract:
         assert harness.run(store.live_owners(NOW_MS + 16)) == {"b"}
         assert harness.run(store.live_owners(NOW_MS + 21)) == frozenset()
 
+    def test_word_that_a_turn_is_to_stop_reaches_other_processes_until_it_has(
+        self, harness: StoreHarness
+    ) -> None:
+        store, other = harness.store, harness.another()
+        assert harness.run(other.asked_cancels()) == frozenset()
+        for turn_id in ("turn_a", "turn_b", "turn_a"):
+            harness.run(store.ask_cancel(turn_id, NOW_MS))
+        assert harness.run(other.asked_cancels()) == {"turn_a", "turn_b"}
+        harness.run(other.forget_cancels(["turn_a", "turn_none"]))
+        harness.run(other.forget_cancels([]))
+        assert harness.run(store.asked_cancels()) == {"turn_b"}
+        # Nobody runs it any more: it goes with the keys of its time.
+        harness.run(store.forget_keys(NOW_MS + DAY_MS // 2))
+        assert harness.run(store.asked_cancels()) == {"turn_b"}
+        harness.run(store.forget_keys(NOW_MS + 10 * DAY_MS))
+        assert harness.run(store.asked_cancels()) == frozenset()
+
     def test_turns_that_never_became_history_go_with_their_keys(
         self, harness: StoreHarness, session: Session
     ) -> None:
