@@ -46,8 +46,6 @@ ReplyT = TypeVar("ReplyT", bound=Reply)
 
 MISSED_PINGS_UNREADY = 4
 
-FRAMES_IN_A_ROW = 32  # read before anybody else on the loop has a turn
-
 
 class EngineClient:
     """Talk to the engine behind a Unix socket, whichever process that is at the moment.
@@ -89,12 +87,9 @@ class EngineClient:
         """Open the socket; returns at once, whether or not an engine is there yet."""
         if self._socket is not None:
             return
-        self._socket = ClientSocket(self._socket_path)
+        self._socket = ClientSocket(self._socket_path, self._read)
         self._last_heard_s = time.monotonic()
-        self._tasks = [
-            asyncio.create_task(self._read_forever(), name="engine-client-reader"),
-            asyncio.create_task(self._watch_forever(), name="engine-client-watch"),
-        ]
+        self._tasks = [asyncio.create_task(self._watch_forever(), name="engine-client-watch")]
 
     async def close(self) -> None:
         """Close the socket; open streams end with an error. Requests go on in the engine."""
@@ -181,7 +176,7 @@ class EngineClient:
 
     async def abort(self, request_id: str) -> None:
         """Ask the engine to stop a request; its stream ends with `Finished{aborted}`."""
-        await self._send(api.AbortRequest(request_id=request_id))
+        self._send(api.AbortRequest(request_id=request_id))
 
     # Questions ----------------------------------------------------------------------------
 
@@ -220,7 +215,7 @@ class EngineClient:
     ) -> None:
         """Let go of a prefix's KV from `keep_tokens` on, where nobody else shares it."""
         raw = token_ids if isinstance(token_ids, bytes) else pack_ids(token_ids)
-        await self._send(api.DropPrefix(token_ids=raw, keep_tokens=keep_tokens, salt=salt))
+        self._send(api.DropPrefix(token_ids=raw, keep_tokens=keep_tokens, salt=salt))
 
     async def lease(
         self,
@@ -251,7 +246,7 @@ class EngineClient:
 
     async def release_lease(self, lease_id: str) -> None:
         """End a lease; nothing happens if there is none of that id."""
-        await self._send(api.ReleaseLease(lease_id=lease_id))
+        self._send(api.ReleaseLease(lease_id=lease_id))
 
     def on_lease_change(self, callback: Callable[[api.LeaseChanged], None]) -> None:
         """Call `callback` when a lease that this client asked for is granted, cut or over."""
@@ -321,13 +316,13 @@ class EngineClient:
         queue = KvEventQueue()
         self._kv_queues.append(queue)
         try:
-            await self._send(api.SubscribeKvEvents(enabled=True))
+            self._send(api.SubscribeKvEvents(enabled=True))
             async for batch in queue:
                 yield batch
         finally:
             self._kv_queues.remove(queue)
             if not self._kv_queues and self._socket is not None:
-                await self._send(api.SubscribeKvEvents(enabled=False))
+                self._send(api.SubscribeKvEvents(enabled=False))
 
     # Inside -------------------------------------------------------------------------------
 
@@ -339,7 +334,7 @@ class EngineClient:
         self._streams[stream.request_id] = stream
         try:
             stream.touch()
-            await self._send(first)
+            self._send(first)
             async for item in stream:
                 if isinstance(item, api.Finished):
                     self._forget(stream)  # a reader may stop here and never come back
@@ -347,16 +342,16 @@ class EngineClient:
         finally:
             self._forget(stream)
             if not stream.is_finished and abort_on_close and self._socket is not None:
-                await self._send(api.AbortRequest(request_id=stream.request_id))
+                self._send(api.AbortRequest(request_id=stream.request_id))
 
     def _forget(self, stream: OutputStream) -> None:
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
 
-    async def _send(self, message: api.EngineInput) -> None:
+    def _send(self, message: api.EngineInput) -> None:
         if self._socket is None:
             raise EngineUnavailableError("the engine client is not started, or was closed")
-        await self._socket.send(message)
+        self._socket.send(message)
 
     def _next_query_id(self) -> str:
         return f"q{next(self._query_ids)}"
@@ -367,7 +362,7 @@ class EngineClient:
         future: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = (message, future)
         try:
-            await self._send(message)
+            self._send(message)
             reply = await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise EngineUnavailableError(
@@ -378,35 +373,22 @@ class EngineClient:
         assert isinstance(reply, kind)
         return reply
 
-    async def _read_forever(self) -> None:
-        assert self._socket is not None
-        while True:
-            frame: bytes | None = await self._socket.receive()
-            self._last_heard_s = time.monotonic()
-            for _ in range(FRAMES_IN_A_ROW):
-                if frame is None:
-                    break
-                await self._read(frame)
-                frame = self._socket.receive_ready()
-            if frame is not None:
-                await self._read(frame)
-            await asyncio.sleep(0)  # a receive of what is there already lets nobody else run
-
-    async def _read(self, frame: bytes) -> None:
+    def _read(self, frame: bytes) -> None:
+        self._last_heard_s = time.monotonic()
         try:
             messages = decode_outputs(frame)
         except msgspec.DecodeError as error:
             logger.warning("dropped a frame that is no engine message: %s", error)
             return
         for message in messages:
-            await self._route(message)
+            self._route(message)
 
-    async def _route(self, message: api.EngineOutput) -> None:
+    def _route(self, message: api.EngineOutput) -> None:
         match message:
             case api.Tokens() | api.Started() | api.PrefillProgress() | api.Finished():
                 stream = self._streams.get(message.request_id)
                 if stream is not None:
-                    await self._feed(stream, message)
+                    self._feed(stream, message)
             case api.GrammarCompiled():
                 self._answer(message.compile_id, message)
             case (
@@ -430,18 +412,18 @@ class EngineClient:
                 for queue in self._kv_queues:
                     queue.put(message)
             case api.EngineHello():
-                await self._meet(message)
+                self._meet(message)
             case api.Pong():
                 pass
 
-    async def _feed(self, stream: OutputStream, message: StreamItem) -> None:
+    def _feed(self, stream: OutputStream, message: StreamItem) -> None:
         is_unknown = isinstance(message, api.Finished) and message.error_code == "unknown_request"
         if is_unknown and stream.request is not None:
             # The answer to a question that was asked before the last resubmission is void.
             if time.monotonic() - stream.submitted_s > self._reconcile_s:
-                await self._resubmit(stream)
+                self._resubmit(stream)
         elif not stream.feed(message):  # tokens are missing before this message
-            await self._send(stream.catch_up())
+            self._send(stream.catch_up())
 
     def _answer(self, query_id: str, reply: Reply) -> None:
         _, future = self._queries.get(query_id, (None, None))
@@ -454,13 +436,13 @@ class EngineClient:
             error = QueryRefusedError(refusal.error_code, refusal.error_message)
             future.set_exception(error)
 
-    async def _meet(self, hello: api.EngineHello) -> None:
+    def _meet(self, hello: api.EngineHello) -> None:
         previous, self._hello = self._hello, hello
         self._hello_event.set()
         if previous is not None and previous.instance_id == hello.instance_id:
             return  # the engine had forgotten this client, which was silent for long
         if self._kv_queues:
-            await self._send(api.SubscribeKvEvents(enabled=True))
+            self._send(api.SubscribeKvEvents(enabled=True))
         if previous is None:
             return
         logger.warning(
@@ -472,26 +454,26 @@ class EngineClient:
         for queue in self._kv_queues:
             queue.reset()
         for message, _ in list(self._queries.values()):
-            await self._send(message)
+            self._send(message)
         for stream in list(self._streams.values()):
-            await self._resubmit(stream)
+            self._resubmit(stream)
         for callback in self._restart_callbacks:
             callback(hello)
 
-    async def _resubmit(self, stream: OutputStream) -> None:
+    def _resubmit(self, stream: OutputStream) -> None:
         if stream.is_finished:
             return
         stream.num_resubmits += 1
         if stream.num_resubmits > self._max_resubmits:
             stream.fail("engine_restarted", f"the engine died {stream.num_resubmits} times")
         elif stream.request is None:
-            await self._send(stream.catch_up())
+            self._send(stream.catch_up())
         else:
-            await self._send(stream.resume_request())
+            self._send(stream.resume_request())
 
     async def _watch_forever(self) -> None:
         while True:
-            await self._send(api.Ping(sent_ms=time.monotonic_ns() // 1_000_000))
+            self._send(api.Ping(sent_ms=time.monotonic_ns() // 1_000_000))
             await asyncio.sleep(self._ping_interval_s)
             now_s = time.monotonic()
             if now_s - self._last_heard_s > self._dead_after_s:
@@ -501,7 +483,7 @@ class EngineClient:
             elif self.is_ready:
                 for stream in list(self._streams.values()):
                     if not stream.is_finished and now_s - stream.touched_s > self._reconcile_s:
-                        await self._send(stream.catch_up())
+                        self._send(stream.catch_up())
 
     def _fail_everything(self, code: str, text: str) -> None:
         for stream in list(self._streams.values()):

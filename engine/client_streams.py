@@ -20,6 +20,9 @@ from engine import api
 StreamItem = api.Started | api.PrefillProgress | api.Tokens | api.Finished
 
 MAX_QUEUED_KV_BATCHES = 4096
+# So long after a reader was given tokens it is given the next: each wake-up costs it far more than
+# a token does. A model slower than this streams token by token.
+TOKENS_EVERY_S = 0.015
 
 
 class OutputStream:
@@ -39,7 +42,11 @@ class OutputStream:
         self._started_life = -1  # the last life whose start the reader was told of
         self._progress: api.PrefillProgress | None = None
         self._finished: api.Finished | None = None
-        self._changed = asyncio.Event()
+        self._has_news = False
+        self._is_urgent = False  # there is more than tokens, which may wait for others
+        self._tokens_due_s = 0.0  # tokens alone are given out then
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -60,6 +67,12 @@ class OutputStream:
         self.touch()
         if self._finished is not None:
             return True
+        if isinstance(message, api.Tokens):
+            if message.start > self.num_output:
+                return False
+            self._append(message)
+            self._tell(is_urgent=False)
+            return True
         match message:
             case api.Started():
                 # Another life starts anew and costs anew; an attach only repeats what was said.
@@ -67,15 +80,11 @@ class OutputStream:
                     self._started, self._started_life = message, self.num_resubmits
             case api.PrefillProgress():
                 self._progress = message
-            case api.Tokens():
-                if message.start > self.num_output:
-                    return False
-                self._append(message)
             case api.Finished():
                 if message.num_output_tokens > self.num_output:
                     return False
                 self._finished = message
-        self._changed.set()
+        self._tell(is_urgent=True)
         return True
 
     def fail(self, code: str, text: str) -> None:
@@ -106,12 +115,42 @@ class OutputStream:
 
     async def __aiter__(self) -> AsyncGenerator[StreamItem, None]:
         while True:
-            await self._changed.wait()
-            self._changed.clear()
+            await self._news()
             for item in self._take():
                 yield item
                 if isinstance(item, api.Finished):
                     return
+
+    async def _news(self) -> None:
+        """Wait until there is something to give out."""
+        while not self._is_due():
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._has_news = self._is_urgent = False
+
+    def _is_due(self) -> bool:
+        return self._is_urgent or (self._has_news and time.monotonic() >= self._tokens_due_s)
+
+    def _tell(self, *, is_urgent: bool) -> None:
+        """Wake the reader, or see to it that it wakes when tokens are due."""
+        self._has_news = True
+        self._is_urgent |= is_urgent
+        if self._is_due():
+            self._wake()
+        elif self._timer is None:
+            wait_s = self._tokens_due_s - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        if self._is_due():
+            self._wake()
+        elif self._has_news:  # the clock of the loop ran ahead
+            self._tell(is_urgent=False)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _append(self, message: api.Tokens) -> None:
         skip = self.num_output - message.start
@@ -131,6 +170,7 @@ class OutputStream:
         if self._num_read < num_held:
             items.append(self._tokens(self._num_read, num_held))
             self._num_read = num_held
+            self._tokens_due_s = time.monotonic() + TOKENS_EVERY_S
         if self._finished is not None:
             items.append(self._finished)
         return items

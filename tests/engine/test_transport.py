@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import time
 from pathlib import Path
 
 import msgspec
@@ -76,14 +77,15 @@ def test_a_client_reconnects_to_an_engine_that_comes_back(tmp_path: Path) -> Non
     path = str(tmp_path / "deep" / "engine.sock")
 
     async def main() -> None:
-        client = ClientSocket(path)
+        frames: asyncio.Queue[bytes] = asyncio.Queue()
+        client = ClientSocket(path, frames.put_nowait)
         for life in range(3):
             server = EngineSocket(path)
-            await client.send(api.Ping(sent_ms=life))
+            client.send(api.Ping(sent_ms=life))
             peer, frame = await asyncio.to_thread(receive, server)
             assert decode_input(frame) == api.Ping(sent_ms=life)
             assert server.send(peer, encode_outputs([api.Pong(sent_ms=life, instance_id="x")]))
-            answer = decode_outputs(await asyncio.wait_for(client.receive(), 5))
+            answer = decode_outputs(await asyncio.wait_for(frames.get(), 5))
             assert answer == [api.Pong(sent_ms=life, instance_id="x")]
             server.close()
             assert not Path(path).exists()
@@ -113,11 +115,50 @@ def test_messages_of_more_than_one_frame_are_skipped(tmp_path: Path) -> None:
 
     async def main() -> None:
         server = EngineSocket(path)
-        client = ClientSocket(path)
-        await client._socket.send_multipart([b"one", b"two"])
-        await client.send(api.Ping(sent_ms=1))
+        client = ClientSocket(path, lambda frame: None)
+        client._socket.send_multipart([b"one", b"two"])
+        client.send(api.Ping(sent_ms=1))
         _, frame = await asyncio.to_thread(receive, server)
         assert decode_input(frame) == api.Ping(sent_ms=1)
+        client.close()
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_every_frame_of_a_flood_arrives_in_order_whatever_a_reader_raises(tmp_path: Path) -> None:
+    """Frames that come while the client looks away, sends or fails are neither lost nor late."""
+    path = str(tmp_path / "engine.sock")
+    num = 2000
+
+    async def main() -> None:
+        loop, got, all_there = asyncio.get_running_loop(), list[int](), asyncio.Event()
+        loop.set_exception_handler(lambda loop, context: None)
+        server = EngineSocket(path)
+
+        def take(frame: bytes) -> None:
+            (pong,) = decode_outputs(frame)
+            assert isinstance(pong, api.Pong)
+            got.append(pong.sent_ms)
+            if pong.sent_ms % 3 == 0:
+                client.send(api.Ping(sent_ms=pong.sent_ms))
+            if pong.sent_ms == num:
+                all_there.set()
+            if pong.sent_ms % 7 == 0:
+                raise RuntimeError("a reader's own trouble")
+
+        def flood(peer: bytes) -> None:
+            for number in range(1, num + 1):
+                assert server.send(peer, encode_outputs([api.Pong(sent_ms=number, instance_id="")]))
+                if number % 100 == 0:
+                    time.sleep(0.001)
+
+        client = ClientSocket(path, take)
+        client.send(api.Ping(sent_ms=0))
+        peer, _ = await asyncio.to_thread(receive, server)
+        await asyncio.to_thread(flood, peer)
+        await asyncio.wait_for(all_there.wait(), 20)
+        assert got == list(range(1, num + 1))
         client.close()
         server.close()
 
