@@ -138,6 +138,7 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
     await context.takeover.recover()
     sweepers = [
         asyncio.create_task(context.takeover.run()),
+        asyncio.create_task(context.turns.remote.run()),
         asyncio.create_task(context.meter.run()),
         asyncio.create_task(context.watchdog.run()),
         asyncio.create_task(_assert_leases(context)),

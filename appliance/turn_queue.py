@@ -91,6 +91,16 @@ class TurnQueue:
         queue = self._waiting.get(session_id, ())
         return next((turn for turn in queue if turn.turn_id == turn_id), None)
 
+    def find_turn(self, turn_id: str) -> WaitingTurn | None:
+        """Return a waiting turn of any session."""
+        turns = (turn for queue in self._waiting.values() for turn in queue)
+        return next((turn for turn in turns if turn.turn_id == turn_id), None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Turns that wait, in all sessions."""
+        return sum(map(len, self._waiting.values()))
+
     async def cancel(self, turn: WaitingTurn) -> None:
         """Take a turn that is not beginning out of its queue. Raises: SessionError."""
         await self._end(turn, cancelled_unbegun(turn.pending, self.clock_ms()))

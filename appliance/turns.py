@@ -13,6 +13,7 @@ from typing import Any
 
 from appliance.errors import ApiError
 from appliance.history_room import HistoryRoom
+from appliance.remote_cancels import UNENDED, RemoteCancels
 from appliance.services import Services
 from appliance.turn_intake import TurnIntake
 from appliance.turn_preparation import Ask
@@ -21,7 +22,6 @@ from appliance.turn_reader import TurnReader
 from appliance.turn_record import CANCEL
 from appliance.turn_run import TurnRun
 from appliance.turn_runner import TurnRunner
-from sessions.errors import TurnInProgress
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class TurnService:
         self.runner = TurnRunner(services)
         self._intake = TurnIntake(services, room, self.runner, self.cancel)
         self.reader = TurnReader(services, self.runner, self.queue)
+        self.remote = RemoteCancels(services, self.runner, lambda: self.queue, self.reader)
         self.is_draining = False
 
     @property
@@ -60,10 +61,10 @@ class TurnService:
     async def cancel(self, tenant: str | None, session_id: str, turn_id: str) -> dict[str, Any]:
         """Stop a turn and return it as it ended; a turn that has ended stays as it is.
 
-        Raises: StoreError where it stopped and the store does not take its end for now;
-        TurnInProgress where another process runs it.
+        One that another process runs is stopped there. Raises: StoreError where it stopped and the
+        store does not take its end for now.
         """
-        session = await self._services.store.get(session_id, tenant=tenant)
+        await self._services.store.get(session_id, tenant=tenant)
         while (waiting := self.queue.find(session_id, turn_id)) is not None:
             if not waiting.is_beginning:
                 await self.queue.cancel(waiting)
@@ -75,8 +76,8 @@ class TurnService:
             await self._wait_stopped(run)
         await self.runner.ending.settle(turn_id)
         turn = await self.reader.get(tenant, session_id, turn_id)
-        if run is None and turn_id == session.current_turn and turn["status"] == "running":
-            raise TurnInProgress(turn_id)
+        if run is None and turn["status"] in UNENDED:
+            return await self.remote.cancel(tenant, session_id, turn_id)
         return turn
 
     async def _wait_stopped(self, run: TurnRun) -> None:

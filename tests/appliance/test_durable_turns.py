@@ -210,8 +210,6 @@ def test_a_turn_of_another_process_is_followed_to_its_end_and_waited_for(
     session_id = one.session(on_conflict="queue")
     turn_id = start(one, session_id, "first")
     path = f"/v1/sessions/{session_id}/turns"
-    reply = two.post(f"{path}/{turn_id}/cancel")
-    assert app_error(reply) == (409, "turn_in_progress")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         second = pool.submit(httpx.post, f"{two.url}{path}", json={"input": "2nd"}, timeout=30)
         events = pool.submit(read_on, two, session_id, turn_id)
@@ -220,8 +218,65 @@ def test_a_turn_of_another_process_is_followed_to_its_end_and_waited_for(
     assert texts(two, session_id) == ["first", "2nd"]
 
 
-def app_error(reply: httpx.Response) -> tuple[int, str]:
-    return reply.status_code, reply.json()["error"]["code"]
+def test_a_turn_is_cancelled_through_any_process_running_or_waiting(
+    two_apps: tuple[RunningApp, RunningApp],
+) -> None:
+    one, two = two_apps
+    one.engine.pause()
+    session_id = one.session(on_conflict="queue")
+    running, waiting = (start(one, session_id, text) for text in ("first", "second"))
+    path = f"/v1/sessions/{session_id}/turns"
+    queued = two.post(f"{path}/{waiting}/cancel").json()
+    assert (queued["id"], queued["status"]) == (waiting, "cancelled")
+    stopped = two.post(f"{path}/{running}/cancel").json()
+    assert (stopped["id"], stopped["status"]) == (running, "cancelled")
+    assert running in one.engine.aborted and "committed_tokens" in stopped
+    # Asked again, of either, it is the same answer.
+    for app in two_apps:
+        assert app.post(f"{path}/{running}/cancel").json() == stopped
+    assert follow(one, session_id, running)[-1]["type"] == "turn.cancelled"
+    assert follow(one, session_id, waiting)[-1]["type"] == "turn.cancelled"
+    assert run_in(two, two.services.store.asked_cancels()) == frozenset()
+    one.engine.resume()
+    assert two.turn(session_id, "third")["status"] == "completed"
+
+
+def test_interrupting_and_closing_reach_a_turn_of_another_process(
+    two_apps: tuple[RunningApp, RunningApp],
+) -> None:
+    one, two = two_apps
+    one.engine.pause()
+    session_id = one.session(on_conflict="interrupt")
+    first = start(one, session_id, "first")
+    assert two.turn(session_id, "second")["status"] == "completed"
+    assert follow(one, session_id, first)[-1]["type"] == "turn.cancelled"
+    third = start(one, session_id, "third")
+    assert two.http.delete(f"/v1/sessions/{session_id}").json()["deleted"] is True
+    assert third in one.engine.aborted
+    assert one.get(f"/v1/sessions/{session_id}").status_code == 404
+
+
+def test_a_turn_of_a_dead_process_stops_once_it_is_taken_up(
+    two_apps: tuple[RunningApp, RunningApp],
+) -> None:
+    dead, other = two_apps
+    dead.engine.pause()
+    session_id = dead.session()
+    turn_id = start(dead, session_id, "first")
+    dead.stop()
+    other.engine.pause()
+    path = f"/v1/sessions/{session_id}/turns/{turn_id}"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        cancelled = pool.submit(httpx.post, f"{other.url}{path}/cancel", timeout=60)
+        while not run_in(other, other.services.store.asked_cancels()):
+            time.sleep(0.01)
+        owner = dead.services.owner
+        run_in(other, other.services.store.beat(owner, other.services.clock_ms() - 1))
+        assert adopt(other, alive_ms=0) == 1
+        assert cancelled.result().json()["status"] == "cancelled"
+    dead.engine.resume()
+    dead.start()
+    assert dead.turn(session_id, "again")["status"] == "completed"
 
 
 class MovingStore(SqliteSessionStore):
