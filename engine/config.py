@@ -28,6 +28,10 @@ DEVICES = ("auto", "cpu", "cuda")
 L3_KINDS = ("auto", "file", "mooncake", "none")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 WEIGHT_FORMATS = ("auto", "dequantized", "packed")
+SPECULATIONS = ("none", "ngram")
+# Kernels of a decode step take up to 16 tokens; with more they round otherwise. Drafts ride along
+# up to there, so that they never change which kernels a step takes.
+TOKENS_WITH_DRAFTS = 16
 # A GPU expands a cached prefix once a step: a 64K prompt takes 1.66 s in steps of 2048, 1.41 in
 # 4096, 1.34 in 8192; its last step holds up running streams for 76, 136, 252 ms (H200, 2026-11).
 TOKEN_BUDGETS = {"cpu": 512, "cuda": 4096}
@@ -126,6 +130,10 @@ class EngineConfig:
     """Run without captured graphs."""
     deterministic: bool = False
     """Same tokens whatever the batch, chunking or cache state; slower."""
+    speculation: str = "none"
+    """none | ngram (drafts from what the request already said: the same tokens, sooner)."""
+    max_draft_tokens: int = 8
+    """Drafts a request gets in one step, where `speculation` is not none; count."""
     run_dir: str = field(default_factory=default_run_dir)
     """Directory of the engine's socket; created if missing."""
     drain_s: float = 10.0
@@ -137,6 +145,12 @@ class EngineConfig:
     def tokens_per_step(self, device: str) -> int:
         """The token budget on a device ("cpu" or "cuda")."""
         return self.token_budget or max(self.max_slots, TOKEN_BUDGETS[device])
+
+    @property
+    def rows_per_step(self) -> int:
+        """The most rows a step has: each draft is a row of its own."""
+        with_drafts = 0 if self.speculation == "none" else TOKENS_WITH_DRAFTS
+        return max(self.max_slots, with_drafts)
 
     @property
     def socket_path(self) -> str:
@@ -210,6 +224,7 @@ def _model_problems(config: EngineConfig) -> Iterator[ConfigError]:
         ("dtype", DTYPES),
         ("kv_dtype", KV_DTYPES),
         ("weights", WEIGHT_FORMATS),
+        ("speculation", SPECULATIONS),
         ("device", DEVICES),
     ):
         value = getattr(config, name)
@@ -237,6 +252,7 @@ def _limit_problems(config: EngineConfig) -> Iterator[ConfigError]:
             "a step must hold one token of every running request",
         )
     yield from _range(config, "max_context_len", 0, 1 << 24)
+    yield from _range(config, "max_draft_tokens", 1, TOKENS_WITH_DRAFTS - 1)
     yield from _range(config, "drain_s", 0.0, 3600.0)
     path = config.socket_path.encode()
     if len(path) > MAX_SOCKET_PATH_BYTES:

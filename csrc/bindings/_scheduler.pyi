@@ -303,6 +303,10 @@ class Scheduler:
         """Measured speeds: a request fetches only what is there sooner than it would be computed,
         and waits for a fetch no longer than computing would take."""
 
+    def set_num_draft_tokens(self, request_id: int, num_draft_tokens: int) -> None:
+        """Change how many drafts a request's decode rows have, from the next plan on. Raises
+        ValueError for an unknown request."""
+
     def move(self, token_ids: NDArray[np.int32], tier: str, salt: str = "") -> MoveResult:
         """Bring the full pages of a prefix to a tier: l1 (prefetch, through L2), l2 (down from L1
         and up from L3), l3 (stored where they are not), none (forgotten everywhere).

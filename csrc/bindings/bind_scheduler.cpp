@@ -305,6 +305,12 @@ void bind_scheduler(nb::module_& module) {
            nb::arg("l1_until_ms") = 0, nb::arg("l2_until_ms") = 0, nb::arg("l3_until_ms") = 0)
       .def("set_costs", &set_costs, nb::kw_only(), nb::arg("l2_us_per_page") = 0.0,
            nb::arg("l3_us_per_page") = 0.0, nb::arg("prefill_us_per_token") = 0.0)
+      .def(
+          "set_num_draft_tokens",
+          [](BoundScheduler& self, std::int64_t request_id, std::int64_t num_draft_tokens) {
+            self.scheduler.set_num_draft_tokens(RequestId{request_id}, num_draft_tokens);
+          },
+          nb::arg("request_id"), nb::arg("num_draft_tokens"))
       .def("move", &move_prefix, nb::arg("token_ids").noconvert(), nb::arg("tier"),
            nb::arg("salt") = "")
       .def("adopt", &adopt, nb::arg("tier"), nb::arg("token_ids").noconvert(),

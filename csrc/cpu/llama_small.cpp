@@ -78,12 +78,12 @@ class SmallStep {
     return widest + static_cast<size_t>(kSmallTokens) * (256 + 16);
   }
 
+  // By a token's own length alone: its result does not depend on what else is in the step.
   void cut_ranges(int num_threads) {
-    int total = 0;
-    for (int token = 0; token < count_; ++token) total += places_[token].kv_len;
-    const int share = (total / (2 * num_threads) + kRangeStep - 1) / kRangeStep * kRangeStep;
-    const int length = std::clamp(share, kRangeStep, kMaxRange);
     for (int token = 0; token < count_; ++token) {
+      const int share = places_[token].kv_len / (2 * num_threads);
+      const int whole = (share + kRangeStep - 1) / kRangeStep * kRangeStep;
+      const int length = std::clamp(whole, kRangeStep, kMaxRange);
       first_part_.push_back(static_cast<int>(ranges_.size()));
       for (int begin = 0; begin < places_[token].kv_len; begin += length) {
         const int end = std::min(begin + length, places_[token].kv_len);

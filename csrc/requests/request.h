@@ -81,6 +81,7 @@ struct Request {
   std::int32_t num_preemptions = 0;   // of those, how often a better class took its place
   std::int32_t return_permille = kDefaultReturnPermille;
   std::int32_t num_draft_tokens = 0;
+  bool has_drafts_in_flight = false;
 
   RequestId leader;                   // computes the prefix this request waits for
   std::int32_t leader_len = 0;        // wait until that much of it is published

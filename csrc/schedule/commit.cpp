@@ -151,7 +151,10 @@ void Scheduler::commit_row(const StepRow& row, TokenSpan accepted, bool finished
   // Of a decode row the KV of accepted drafts stands; behind it the next row writes anew.
   const auto num_accepted = static_cast<std::int32_t>(accepted.size());
   request.num_computed = row.start + (row.is_prefill ? row.len : std::max(1, num_accepted));
-  if (request.num_draft_tokens > 0 && !row.is_prefill) request.num_planned = request.num_computed;
+  if (!row.is_prefill && row.len > 1) {
+    request.num_planned = request.num_computed;
+    request.has_drafts_in_flight = false;
+  }
   request.tokens.insert(request.tokens.end(), accepted.begin(), accepted.end());
   WaitQueue::charge(request, num_accepted);
   if (request.is<Prefilling>() && request.num_computed >= request.prefill_end) {

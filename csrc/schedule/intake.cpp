@@ -100,6 +100,18 @@ void Scheduler::validate(std::span<const RequestSpec* const> specs) const {
   }
 }
 
+void Scheduler::set_num_draft_tokens(RequestId id, std::int64_t num_draft_tokens) {
+  Request* request = find_request(id);
+  if (request == nullptr) {
+    throw std::invalid_argument("request_id: " + std::to_string(id.value) + " is unknown");
+  }
+  if (num_draft_tokens < 0 || num_draft_tokens > kMaxDraftTokens) {
+    throw std::invalid_argument("num_draft_tokens: " + std::to_string(num_draft_tokens) +
+                                " is not in [0, " + std::to_string(kMaxDraftTokens) + "]");
+  }
+  request->num_draft_tokens = static_cast<std::int32_t>(num_draft_tokens);
+}
+
 // Memory for a long context comes page by page from the kernel, which costs more than to copy the
 // tokens: buffers of requests that ended are used again.
 std::vector<TokenId> Scheduler::take_buffer(std::size_t num_tokens) {

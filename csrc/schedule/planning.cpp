@@ -43,7 +43,8 @@ bool Scheduler::wants_prefill(const Request& request) {
 
 // Where a speculating request goes on is known only when its last results are in.
 bool Scheduler::wants_decode(const Request& request) const {
-  if (request.num_draft_tokens > 0 && request.num_samples_in_flight > 0) return false;
+  const bool speculates = request.num_draft_tokens > 0 || request.has_drafts_in_flight;
+  if (speculates && request.num_samples_in_flight > 0) return false;
   return request.num_planned >= request.prefill_end &&
          request.num_outputs() + request.num_samples_in_flight < request.max_new_tokens;
 }
@@ -97,6 +98,7 @@ void Scheduler::plan_row(Request& request, std::int32_t len, bool is_prefill, Pl
   rows.push_back({&request, start, len, samples, is_prefill});
   if (is_prefill) prefill_budget_ -= len;
   request.num_planned += len;
+  if (!is_prefill && len > 1) request.has_drafts_in_flight = true;
   request.num_steps_in_flight += 1;
   request.num_samples_in_flight += samples ? 1 : 0;
 }

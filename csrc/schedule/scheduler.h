@@ -126,6 +126,9 @@ class Scheduler {
   std::int32_t hint_prefix(TokenSpan tokens, std::int32_t return_permille, const std::string& salt,
                            HoldTimes hold = {});
   void set_costs(const Costs& costs) { costs_ = costs; }
+  // From the next plan on; throws std::invalid_argument for an unknown request or a number outside
+  // [0, kMaxDraftTokens].
+  void set_num_draft_tokens(RequestId id, std::int64_t num_draft_tokens);
   LeaseGrant lease(LeaseRequest request) { return leases_.lease(std::move(request), now_ms_); }
   bool release(std::int64_t lease_id) { return leases_.release(lease_id); }
   std::vector<LeaseEvent> drain_lease_events() { return leases_.drain_events(); }

@@ -59,6 +59,7 @@ class DeviceLimits:
     """Sizes that do not change. `sentinel_page` is a page of the pool nobody is given."""
 
     max_slots: int
+    max_rows: int  # of one step: slots, or tokens with drafts
     max_tokens: int  # of one step
     page_size: int
     table_width: int
@@ -83,26 +84,28 @@ class DeviceLauncher:
         self._limits = limits
         device = kv_pool.device
         slots, vocab = limits.max_slots + 1, model.vocab_size
+        # Behind the sentinel: a mask of its own for each sample behind a draft.
+        sample_slots = slots + limits.max_rows
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self._sentinel = limits.max_slots
         self._page_table = ints(slots, limits.table_width) + limits.sentinel_page
-        self._next_ids = ints(slots)
-        self._masks = ints(slots, -(-vocab // 32)) - 1
-        self._logits = torch.zeros(limits.max_slots, vocab, device=device)
-        self._buckets = buckets_up_to(limits.max_slots)
+        self._next_ids = ints(sample_slots)
+        self._masks = ints(sample_slots, -(-vocab // 32)) - 1
+        self._logits = torch.zeros(limits.max_rows, vocab, device=device)
+        self._buckets = buckets_up_to(limits.max_rows)
         self._decode_inputs = {size: ints(NUM_COLUMNS, size) for size in self._buckets}
         self._params = {
             size: torch.zeros(NUM_PARAMS, size, dtype=torch.float64, device=device)
             for size in self._buckets
         }
         self._token_ids = {size: ints(size) for size in self._buckets}
-        self._counting = torch.arange(limits.max_slots + 1, dtype=torch.int32, device=device)
-        self._slot_masks = SlotMasks(slots, vocab)
+        self._counting = torch.arange(limits.max_rows + 1, dtype=torch.int32, device=device)
+        self._slot_masks = SlotMasks(sample_slots, vocab)
         self._ring = HostRing(
-            device, limits.max_tokens + 4 * limits.table_width, limits.max_slots, -(-vocab // 32)
+            device, limits.max_tokens + 4 * limits.table_width, limits.max_rows, -(-vocab // 32)
         )
         self._stream = DeviceStream(device)
         self._graphs = GraphSet(None if limits.eager else self._stream.cuda_stream)
@@ -121,7 +124,7 @@ class DeviceLauncher:
     @property
     def next_input_ids(self) -> torch.Tensor:
         """int32 [max_slots + 1], on the device: last sampled ids by slot; view."""
-        return self._next_ids
+        return self._next_ids[: self._sentinel + 1]
 
     def forward_now(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [S, V] of one step on the host; the batch's table replaces the device's."""

@@ -24,6 +24,7 @@ class DeviceModelRunner:
         pool: DevicePool,
         *,
         max_slots: int,
+        max_rows: int,
         max_tokens: int,
         max_context_len: int,
         model_fingerprint: str,
@@ -37,6 +38,7 @@ class DeviceModelRunner:
         self.model_fingerprint = model_fingerprint
         limits = DeviceLimits(
             max_slots=max_slots,
+            max_rows=max_rows,
             max_tokens=max_tokens,
             page_size=self.page_size,
             table_width=-(-max_context_len // self.page_size) + 1,

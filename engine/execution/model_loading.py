@@ -71,7 +71,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         dtype=_DTYPES[dtype_name],
         keep_packed=keep_packed,
         max_positions=max_context_len,
-        max_rows=config.max_slots,
+        max_rows=config.rows_per_step,
         device=device,
     )
     return LoadedModel(

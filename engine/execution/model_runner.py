@@ -214,6 +214,7 @@ def _device_runner(
         loaded.model,
         DevicePool(layout, num_pages + 1, loaded.device),
         max_slots=config.max_slots,
+        max_rows=config.rows_per_step,
         max_tokens=config.tokens_per_step(loaded.device.type),
         max_context_len=loaded.max_context_len,
         model_fingerprint=_fingerprint(loaded, layout),

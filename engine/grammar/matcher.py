@@ -6,7 +6,7 @@ Does not know: other rows, logits, how the grammar was written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,19 @@ class GrammarMatcher:
     def accept(self, token_id: int) -> bool:
         """Take a token; False if the grammar does not allow it here (the state is unchanged)."""
         return bool(self._matcher.accept_token(token_id))
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these, in order, the grammar would take; the state is unchanged."""
+        num = 0
+        while num < len(token_ids) and not self.is_over and self.accept(token_ids[num]):
+            num += 1
+        self.rollback(num)
+        return num
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last so many tokens."""
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
 
     def fill(self, bitmask: NDArray[np.int32], row: int, *, forbid_stop: bool = False) -> None:
         """Write the allowed tokens into `bitmask[row]`, int32 [ceil(vocab / 32)].

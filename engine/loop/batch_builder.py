@@ -3,10 +3,15 @@
 
 The plan's views die with the next plan while a step still runs, so everything is copied. The page
 table is one tensor for the life of the process; only the executor's thread writes it, from the
-deltas of each step, just before that step. Does not know: requests, tokens' meaning.
+deltas of each step, just before that step. A row with drafts becomes one row a token, which is how
+logits are had behind each of them: the KV of a step is written before it is read. Does not know:
+requests, where drafts come from.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +19,59 @@ from numpy.typing import NDArray
 
 from _scheduler import Plan
 from engine.execution.batch import ForwardBatch
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelRows:
+    """The rows of a step as the model gets them. Views of a plan, or arrays of their own."""
+
+    starts: Ints  # [R]
+    lens: Ints  # [R]
+    slots: Ints  # [R]
+    samples: NDArray[np.uint8]  # [R]
+    input_ids: Ints  # [T]
+    slot_mapping: Ints  # [T]
+
+
+def model_rows(plan: Plan, drafts: Sequence[Ints] | None) -> ModelRows:
+    """`drafts`, one array a row of the plan, fill what rows were planned with; None: none was."""
+    if drafts is None:
+        return ModelRows(
+            starts=plan.row_starts,
+            lens=plan.row_lens,
+            slots=plan.row_slots,
+            samples=plan.row_samples,
+            input_ids=plan.input_ids,
+            slot_mapping=plan.slot_mapping,
+        )
+    ends = plan.row_lens.cumsum()
+    rows: list[tuple[int, int, int, int]] = []  # (start, len, slot, samples)
+    input_ids: list[Ints] = []
+    slot_mapping: list[Ints] = []
+    for row, own in enumerate(drafts):
+        start, length = int(plan.row_starts[row]), int(plan.row_lens[row])
+        slot, samples, first = int(plan.row_slots[row]), int(plan.row_samples[row]), ends[row]
+        ids = plan.input_ids[first - length : first]
+        if length > 1 and ids[-1] < 0:  # planned with drafts; as many as were granted remain
+            length = 1 + len(own)
+            ids = np.concatenate([ids[:1], own])
+            rows += [(start + place, 1, slot, 1) for place in range(length)]
+        else:
+            rows.append((start, length, slot, samples))
+        input_ids.append(ids)
+        begin = first - int(plan.row_lens[row])
+        slot_mapping.append(plan.slot_mapping[begin : begin + length])
+    columns = np.array(rows, dtype=np.int32).T
+    return ModelRows(
+        starts=columns[0],
+        lens=columns[1],
+        slots=columns[2],
+        samples=columns[3].astype(np.uint8),
+        input_ids=np.concatenate(input_ids),
+        slot_mapping=np.concatenate(slot_mapping),
+    )
 
 
 class BatchBuilder:
@@ -23,22 +81,28 @@ class BatchBuilder:
         num_pages = -(-max_context_len // page_size) + 1
         self._page_table = torch.zeros((max_slots, num_pages), dtype=torch.int32)
 
-    def build(self, plan: Plan) -> tuple[ForwardBatch, NDArray[np.int32]]:
-        """The tensors of `plan`, and its page table deltas [D, 3] (slot, index, page)."""
-        starts, lens = plan.row_starts, plan.row_lens
-        num_rows, num_tokens = len(lens), len(plan.input_ids)
+    def build(
+        self, plan: Plan, rows: ModelRows | None = None
+    ) -> tuple[ForwardBatch, NDArray[np.int32]]:
+        """The tensors of `plan`, and its page table deltas [D, 3] (slot, index, page).
+
+        `rows`: what `model_rows` made of the plan with drafts.
+        """
+        rows = rows if rows is not None else model_rows(plan, None)
+        starts, lens = rows.starts, rows.lens
+        num_rows, num_tokens = len(lens), len(rows.input_ids)
         indptr = np.zeros(num_rows + 1, dtype=np.int32)
         lens.cumsum(out=indptr[1:])
         positions = np.repeat(starts - indptr[:-1], lens)
         positions += np.arange(num_tokens, dtype=np.int32)
         arrays = (
-            plan.input_ids,
+            rows.input_ids,
             positions,
-            plan.slot_mapping,
+            rows.slot_mapping,
             indptr,
-            plan.row_slots,
+            rows.slots,
             starts + lens,
-            plan.row_samples.nonzero()[0].astype(np.int32),
+            rows.samples.nonzero()[0].astype(np.int32),
             plan.page_copies.reshape(-1),
         )
         # One copy and one hand-over to torch: each costs more than the numbers in it.

@@ -32,7 +32,7 @@ class DispatchedStep:
     samples: NDArray[np.uint8]  # [R]
     num_done: NDArray[np.int32]  # [R] tokens of the row's sequence after the step
     sampling: SampleBatch
-    sampled_requests: Sequence[Request]  # [S]
+    drafts: Sequence[Sequence[int]]  # [R] that each row was run with
     num_tokens: int
     dispatched_ms: int
 
@@ -44,13 +44,15 @@ class Committed:
     step_done: StepDone
     messages: list[Message]
     num_sampled: int
+    tokens: Sequence[tuple[Request, Sequence[int], list[int]]]  # (request, its drafts, its tokens)
 
 
 def remember(
     plan: Plan,
     requests: Sequence[Request],
     sampling: SampleBatch,
-    sampled: Sequence[Request],
+    drafts: Sequence[Sequence[int]],
+    num_tokens: int,
     now_ms: int,
 ) -> DispatchedStep:
     """Copy what is needed of a plan whose views die with the next one."""
@@ -60,8 +62,8 @@ def remember(
         samples=np.array(plan.row_samples),
         num_done=plan.row_starts + plan.row_lens,
         sampling=sampling,
-        sampled_requests=sampled,
-        num_tokens=len(plan.input_ids),
+        drafts=drafts,
+        num_tokens=num_tokens,
         dispatched_ms=now_ms,
     )
 
@@ -70,13 +72,16 @@ def commit(step: DispatchedStep, result: StepResult) -> Committed:
     """Give every row its token, decide who is over; `request.outcome` says how."""
     num_rows = len(step.requests)
     accepted = np.zeros(num_rows, dtype=np.int32)
-    token_ids = np.full((num_rows, 1), -1, dtype=np.int32)
+    most_drafts = max(map(len, step.drafts), default=0)
+    token_ids = np.full((num_rows, 1 + most_drafts), -1, dtype=np.int32)
     finished = np.zeros(num_rows, dtype=np.uint8)
     failed = np.zeros(num_rows, dtype=np.uint8)
     messages: list[Message] = []
-    sample_index = -1
-    for row, request in enumerate(step.requests):
-        sample_index += int(step.samples[row])
+    tokens: list[tuple[Request, Sequence[int], list[int]]] = []
+    next_sample = 0
+    for row, (request, drafts) in enumerate(zip(step.requests, step.drafts, strict=True)):
+        first_sample = next_sample
+        next_sample += (1 + len(drafts)) if step.samples[row] else 0
         if request.outcome is not None:
             continue
         if result.error is not None:
@@ -84,9 +89,10 @@ def commit(step: DispatchedStep, result: StepResult) -> Committed:
         elif not step.samples[row]:
             _report_progress(messages, request, int(step.num_done[row]))
         else:
-            token_id = _take(messages, request, result.sampled, sample_index)
-            if token_id is not None:
-                accepted[row], token_ids[row, 0] = 1, token_id
+            taken = _take(messages, request, result.sampled, first_sample, drafts)
+            accepted[row] = len(taken)
+            token_ids[row, : len(taken)] = taken
+            tokens.append((request, drafts, taken))
         if request.outcome is not None:
             is_failure = request.outcome.reason is api.FinishReason.ERROR
             (failed if is_failure else finished)[row] = 1
@@ -100,37 +106,59 @@ def commit(step: DispatchedStep, result: StepResult) -> Committed:
         ),
         messages=messages,
         num_sampled=int(accepted.sum()),
+        tokens=tokens,
     )
 
 
 def _take(
-    messages: list[Message], request: Request, sampled: Sampled | None, sample_index: int
-) -> int | None:
-    """Give a request its token; None if the row failed."""
+    messages: list[Message],
+    request: Request,
+    sampled: Sampled | None,
+    first_sample: int,
+    drafts: Sequence[int],
+) -> list[int]:
+    """Give a request its tokens: the drafts that were sampled, and what was sampled behind them.
+
+    Those before the one that failed a row are given too, as without drafts.
+    """
     assert sampled is not None
-    token_id = int(sampled.token_ids[sample_index])
+    start = request.num_output
+    taken: list[int] = []
+    logprobs: list[api.TokenLogprobs] = []
+    for place in range(1 + len(drafts)):
+        token_id = int(sampled.token_ids[first_sample + place])
+        problem = _problem(request, token_id)
+        if problem is not None:
+            request.outcome = problem
+            break
+        logprob = sampled.logprobs.get(first_sample + place)
+        request.append(token_id, logprob)
+        taken.append(token_id)
+        if logprob is not None:
+            logprobs.append(logprob)
+        request.outcome = finish_of(request, token_id)
+        if request.outcome is not None or place == len(drafts) or token_id != drafts[place]:
+            break
+    if taken:
+        tokens = api.Tokens(
+            request_id=request.request_id,
+            start=start,
+            token_ids=pack_ids(taken),
+            logprobs=tuple(logprobs) or None,
+        )
+        messages.append((request, tokens))
+    return taken
+
+
+def _problem(request: Request, token_id: int) -> Outcome | None:
+    """Why a sampled token cannot be taken; a grammar takes one that can."""
     if token_id < 0:
-        request.outcome = failure(
+        return failure(
             "invalid_logits", "the model gave NaN or infinite logits, or no allowed token"
         )
-        return None
     if request.matcher is not None and not request.matcher.accept(token_id):
-        request.outcome = failure(
-            "grammar_rejected", f"the grammar does not allow sampled token {token_id}"
-        )
-        return None
-    start = request.num_output
-    logprob = sampled.logprobs.get(sample_index)
-    request.append(token_id, logprob)
-    request.outcome = finish_of(request, token_id)
-    tokens = api.Tokens(
-        request_id=request.request_id,
-        start=start,
-        token_ids=pack_ids([token_id]),
-        logprobs=None if logprob is None else (logprob,),
-    )
-    messages.append((request, tokens))
-    return token_id
+        return failure("grammar_rejected", f"the grammar does not allow sampled token {token_id}")
+    return None
 
 
 def finish_of(request: Request, token_id: int) -> Outcome | None:

@@ -100,6 +100,10 @@ class ControlPlane:
         self._scheduler.submit([spec])
         self.name_pages(request)
 
+    def set_num_draft_tokens(self, request: Request, num_draft_tokens: int) -> None:
+        """How many drafts the rows of a running request have from the next plan on."""
+        self._scheduler.set_num_draft_tokens(request.index, num_draft_tokens)
+
     def next_plan(self, now_ms: int) -> Plan:
         """The next step; its views are valid until the next call. Its moves are started."""
         plan = self._scheduler.next_plan(now_ms)

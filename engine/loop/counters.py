@@ -33,6 +33,8 @@ class Counters:
     forward_ms: float = 0.0
     mask_wait_ms: float = 0.0
     sample_ms: float = 0.0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     prefill_us_per_token: float = 0.0  # lately; 0: no prefill yet
     num_finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
@@ -49,6 +51,11 @@ class Counters:
         cached = hit.l1 + hit.l2 + hit.l3
         self.cached_tokens += cached
         self.admitted_tokens += cached + hit.to_compute
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """A row's drafts were verified."""
+        self.draft_tokens += num_drafts
+        self.accepted_draft_tokens += num_accepted
 
     def note_commit(
         self, result: StepResult, num_tokens: int, num_sampled: int, spent_ns: int
@@ -81,6 +88,8 @@ class Counters:
             "forward_ms_total": self.forward_ms,
             "mask_wait_ms_total": self.mask_wait_ms,
             "sample_ms_total": self.sample_ms,
+            "draft_tokens": self.draft_tokens,
+            "draft_tokens_accepted": self.accepted_draft_tokens,
             "prefill_us_per_token": self.prefill_us_per_token,
         }
         ended = {f"requests_{reason}": num for reason, num in self.num_finished.items()}

@@ -16,10 +16,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from _scheduler import Plan
 from engine.execution.executor import Executor, Step, StepResult
-from engine.loop.batch_builder import BatchBuilder
+from engine.grammar.matcher import GrammarMatcher
+from engine.loop.batch_builder import BatchBuilder, ModelRows, model_rows
 from engine.loop.commit import DispatchedStep, commit, remember
 from engine.loop.control_plane import ControlPlane
 from engine.loop.counters import Counters
@@ -27,6 +29,7 @@ from engine.loop.grammar_desk import GrammarDesk
 from engine.loop.outbox import Outbox
 from engine.loop.request_desk import RequestDesk
 from engine.loop.requests import Request
+from engine.loop.speculation import Speculation
 from engine.sampling.params import ALREADY_SET, RowSampling, SampleBatch
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -54,7 +57,8 @@ class EngineLoop:
         counters: Counters,
         executor: Executor,
         builder: BatchBuilder,
-        max_slots: int,
+        speculation: Speculation,
+        max_samples: int,
         vocab_size: int,
         now_ms: Callable[[], int],
     ) -> None:
@@ -65,10 +69,11 @@ class EngineLoop:
         self._counters = counters
         self._executor = executor
         self._builder = builder
+        self._speculation = speculation
         self._now_ms = now_ms
         self._in_flight: deque[DispatchedStep] = deque()
         # One is enough: a step's masks are filled after the step before it has sampled.
-        self._bitmask = np.full((max_slots, -(-vocab_size // 32)), -1, dtype=np.int32)
+        self._bitmask = np.full((max_samples, -(-vocab_size // 32)), -1, dtype=np.int32)
         self._num_failed_steps = 0
         self._next_housekeeping_ms = 0
 
@@ -130,14 +135,17 @@ class EngineLoop:
         start_ns = time.thread_time_ns()
         plan = self._control.next_plan(self._now_ms())
         for admission in plan.admissions:
-            self._desk.admit(admission)
+            self._speculation.begin(self._desk.admit(admission))
         if plan.step_id < 0:
             return False
         requests = [self._desk.live(index) for index in plan.row_request_ids.tolist()]
-        forward, page_deltas = self._builder.build(plan)
-        sampling, sampled = self._sampling_of(plan, requests)
+        granted = self._speculation.grant(plan, requests)
+        rows = model_rows(plan, granted)
+        forward, page_deltas = self._builder.build(plan, rows)
+        drafts = [ids.tolist() for ids in granted] if granted is not None else [[]] * len(requests)
+        sampling = self._sampling_of(plan, rows, requests, drafts)
         self._executor.dispatch(Step(forward=forward, page_deltas=page_deltas, sampling=sampling))
-        step = remember(plan, requests, sampling, sampled, self._now_ms())
+        step = remember(plan, requests, sampling, drafts, len(rows.input_ids), self._now_ms())
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._open_masks(step)
@@ -145,31 +153,44 @@ class EngineLoop:
         return True
 
     def _sampling_of(
-        self, plan: Plan, requests: Sequence[Request]
-    ) -> tuple[SampleBatch, list[Request]]:
-        places = np.flatnonzero(plan.row_samples)
-        sampled = [requests[place] for place in places.tolist()]
+        self,
+        plan: Plan,
+        rows: ModelRows,
+        requests: Sequence[Request],
+        drafts: Sequence[Sequence[int]],
+    ) -> SampleBatch:
+        sampled: list[Request] = []
+        draft_places: list[int] = []
+        for row in np.flatnonzero(plan.row_samples).tolist():
+            num = 1 + len(drafts[row])
+            sampled += [requests[row]] * num
+            draft_places += range(num)
+        places = np.flatnonzero(rows.samples)
         prompt_lens = np.array([request.prompt_len for request in sampled], dtype=np.int64)
         has_grammar = any(request.matcher is not None for request in sampled)
-        batch = SampleBatch(
+        return SampleBatch(
             rows=[_row_of(request) for request in sampled],
-            slots=plan.row_slots[places].astype(np.int64),
-            positions=(plan.row_starts + plan.row_lens)[places] - prompt_lens,
+            slots=rows.slots[places].astype(np.int64),
+            positions=(rows.starts + rows.lens)[places] - prompt_lens,
+            draft_places=np.array(draft_places, dtype=np.int64),
             bitmask=self._bitmask[: len(sampled)] if has_grammar else None,
             mask_ready=threading.Event() if has_grammar else ALREADY_SET,
         )
-        return batch, sampled
 
     def _open_masks(self, step: DispatchedStep) -> None:
         """Fill the masks of a step whose predecessors are committed, and let it sample."""
         bitmask = step.sampling.bitmask
-        if bitmask is not None:
-            bitmask[:] = -1
-            for row, request in enumerate(step.sampled_requests):
-                if request.matcher is not None and request.outcome is None:
-                    is_early = request.num_output < request.params.min_new_tokens
-                    request.matcher.fill(bitmask, row, forbid_stop=is_early)
-            step.sampling.mask_ready.set()
+        if bitmask is None:
+            return
+        bitmask[:] = -1
+        sample = 0
+        for row, (request, drafts) in enumerate(zip(step.requests, step.drafts, strict=True)):
+            if not step.samples[row]:
+                continue
+            if request.matcher is not None and request.outcome is None:
+                _fill_masks(request, request.matcher, drafts, bitmask, sample)
+            sample += 1 + len(drafts)
+        step.sampling.mask_ready.set()
 
     def _commit(self, result: StepResult) -> None:
         start_ns = time.thread_time_ns()
@@ -183,11 +204,37 @@ class EngineLoop:
         self._outbox.flush()  # tokens first; the scheduler and the next plan can wait
         for ended in self._control.advance([committed.step_done]):
             self._desk.end(ended)
+        for request, drafts, token_ids in committed.tokens:
+            self._speculation.note(request, drafts, token_ids)
         spent_ns = time.thread_time_ns() - start_ns
         self._counters.note_commit(result, step.num_tokens, committed.num_sampled, spent_ns)
         self._num_failed_steps = 0 if result.error is None else self._num_failed_steps + 1
         if self._num_failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
             raise StepsKeepFailingError(result.error)
+
+
+def _fill_masks(
+    request: Request,
+    matcher: GrammarMatcher,
+    drafts: Sequence[int],
+    bitmask: NDArray[np.int32],
+    first: int,
+) -> None:
+    """Masks of a request's samples, each as if the drafts before it were taken.
+
+    Behind a draft that the grammar does not take nothing is used: the sample before it, under a
+    mask of its own, is another token.
+    """
+    num_taken = 0
+    for place in range(1 + len(drafts)):
+        is_early = request.num_output + place < request.params.min_new_tokens
+        matcher.fill(bitmask, first + place, forbid_stop=is_early)
+        if place == len(drafts) or not matcher.accept(drafts[place]):
+            break
+        num_taken += 1
+        if matcher.is_over:
+            break
+    matcher.rollback(num_taken)
 
 
 def _row_of(request: Request) -> RowSampling:

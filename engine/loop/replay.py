@@ -161,6 +161,11 @@ class Hinted(msgspec.Struct, tag="hint_prefix"):
     l3_until_ms: int = 0
 
 
+class Drafted(msgspec.Struct, tag="set_num_draft_tokens"):
+    request_id: int
+    num_draft_tokens: int
+
+
 class Costs(msgspec.Struct, tag="set_costs"):
     l2_us_per_page: float
     l3_us_per_page: float
@@ -208,6 +213,7 @@ Record = (
     | Moved
     | Adopted
     | Costs
+    | Drafted
 )
 
 
@@ -378,6 +384,10 @@ class RecordingScheduler(Scheduler):
         )
         self._write(record)
 
+    def set_num_draft_tokens(self, request_id: int, num_draft_tokens: int) -> None:
+        super().set_num_draft_tokens(request_id, num_draft_tokens)
+        self._write(Drafted(request_id, num_draft_tokens))
+
     def move(self, token_ids: NDArray[np.int32], tier: str, salt: str = "") -> MoveResult:
         result = super().move(token_ids, tier, salt)
         self._write(Moved(token_ids.tobytes(), tier, salt, digest_move(result)))
@@ -449,6 +459,8 @@ def apply(scheduler: Scheduler, record: Record) -> str:
                 l3_us_per_page=record.l3_us_per_page,
                 prefill_us_per_token=record.prefill_us_per_token,
             )
+        case Drafted(request_id, num_draft_tokens):
+            scheduler.set_num_draft_tokens(request_id, num_draft_tokens)
         case Leased():
             grant = scheduler.lease(
                 lease_id=record.lease_id,

@@ -126,12 +126,12 @@ class RequestDesk:
         if request.finished is not None:
             self._outbox.reply(peer, request.finished)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: Admission) -> Request:
         """The scheduler gave a request a slot: prepare its sampling, tell its readers."""
         request = self._table.live(admission.request_id)
         request.row = self._intake.make_row(request)
         if admission.readmitted:
-            return
+            return request
         cached = admission.cached_l1 + admission.cached_l2 + admission.cached_l3
         hit = api.CacheHit(
             l1=admission.cached_l1,
@@ -143,6 +143,7 @@ class RequestDesk:
         queued_ms = float(self._now_ms() - request.received_ms)
         request.started = api.Started(request_id=request.request_id, cache=hit, queued_ms=queued_ms)
         self._outbox.publish(request, request.started)
+        return request
 
     def end(self, ended: Ended) -> None:
         """The scheduler let go of a request: say how it ended."""

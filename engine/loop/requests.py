@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engine import api
 from engine.grammar.matcher import GrammarMatcher
 from engine.sampling.params import RowSampling
+from engine.spec_decode.ngram import NO_DRAFTS, IdRow, NgramDrafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Request:
     subscribers: dict[bytes, None] = field(default_factory=dict)
     matcher: GrammarMatcher | None = None
     row: RowSampling | None = None  # made anew at each admission
+    drafter: NgramDrafter | None = None
+    drafts: IdRow = field(default_factory=lambda: NO_DRAFTS)  # behind the newest token
     output: bytearray = field(default_factory=bytearray)  # int32, little-endian
     logprobs: list[api.TokenLogprobs] = field(default_factory=list)
     is_submitted: bool = False
@@ -127,7 +130,7 @@ class RequestTable:
     def end(self, request: Request, now_ms: int) -> None:
         """Keep only what an attach may ask for."""
         del self._by_index[request.index]
-        request.matcher = request.row = request.grammar = None
+        request.matcher = request.row = request.grammar = request.drafter = None
         num_bytes = len(request.output) + 4 * len(request.prompt_ids) + 64 * len(request.logprobs)
         self._ended[request.request_id] = (now_ms, num_bytes)
         self._ended_bytes += num_bytes

@@ -36,6 +36,7 @@ from engine.loop.lease_desk import LeaseDesk
 from engine.loop.outbox import Outbox
 from engine.loop.page_names import PageNames
 from engine.loop.request_desk import RequestDesk
+from engine.loop.speculation import Speculation
 from engine.loop.tier_desk import TierDesk
 from engine.loop.tier_plane import TierPlane, adopt_survivors
 from engine.loop.tier_report import TierReporter
@@ -176,7 +177,8 @@ class EngineServer:
                 max_context_len=runner.max_context_len,
                 page_size=runner.page_size,
             ),
-            max_slots=config.max_slots,
+            speculation=Speculation(config, control, counters),
+            max_samples=config.rows_per_step,
             vocab_size=runner.vocab_size,
             now_ms=_now_ms,
         )

@@ -64,6 +64,7 @@ class SampleBatch:
     rows: Sequence[RowSampling]
     slots: NDArray[np.int64]
     positions: NDArray[np.int64]  # output tokens of the request before this one
+    draft_places: NDArray[np.int64] | None = None  # drafts before it in its row; None: all 0
     bitmask: NDArray[np.int32] | None = None
     mask_ready: threading.Event = ALREADY_SET
 

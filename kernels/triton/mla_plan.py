@@ -73,7 +73,9 @@ def mla_plan_kernel(
     busy = keep & (count > 0)
     row_len = tl.load(seq_lens + row, mask=busy, other=0)
     tl.store(plan + parts * 8 + 3, tl.maximum((row_len + TILE - 1) // TILE, 1), mask=keep)
-    tl.store(plan + parts * 8 + 6, tl.maximum(row_len - Q_LEN, 0) // TILE, mask=keep)
+    # Up to 15 rows before this one may write tokens of the same sequence in this step: drafts.
+    settled = tl.maximum(row_len - Q_LEN - 15, 0) // TILE
+    tl.store(plan + parts * 8 + 6, settled, mask=keep)
     slot = tl.load(row_slots + row, mask=busy, other=0)
     tl.store(plan + parts * 8 + 4, slot, mask=keep)
     at = slot.to(tl.int64) * page_table_stride + starts - base

@@ -54,6 +54,8 @@ FIELDS = [
     "engine.max_context_len",
     "engine.eager",
     "engine.deterministic",
+    "engine.speculation",
+    "engine.max_draft_tokens",
     "engine.run_dir",
     "engine.drain_s",
     "engine.grammar.compile_threads",

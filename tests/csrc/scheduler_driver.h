@@ -128,6 +128,10 @@ class SchedulerDriver {
 
   void abort_random() {
     if (live_.empty()) return;
+    if (next() % 2 == 0) {
+      scheduler_.set_num_draft_tokens(RequestId{live_[next() % live_.size()]}, next() % 3);
+      return;
+    }
     advance({AbortInput{RequestId{live_[next() % live_.size()]}}});
   }
 

@@ -52,6 +52,7 @@ class LiveEngine:
         wait_grammar: bool = False,
         vocabulary: Vocabulary | None = None,
         tiers: TiersConfig | None = None,
+        speculation: str = "none",
         keeper: Keeper | None = None,
         store: Store | None = None,
     ) -> None:
@@ -60,6 +61,7 @@ class LiveEngine:
             max_slots=max_slots,
             token_budget=token_budget,
             page_size=runner.page_size,
+            speculation=speculation,
             grammar=grammar if grammar is not None else GrammarConfig(),
             scheduler=SchedulerLimits(
                 max_waiting=max_waiting,

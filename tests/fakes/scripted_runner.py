@@ -38,6 +38,25 @@ def hashed_script(vocab_size: int, *, first_id: int = 3) -> Script:
     return logits
 
 
+def repeating_script(vocab_size: int, *, first_id: int = 3, period: int = 7) -> Script:
+    """Says again what followed its last three tokens when they came before; at times it strays."""
+
+    def logits(history: Sequence[int]) -> torch.Tensor:
+        ids = np.asarray(history, dtype=np.int32)
+        seed = zlib.crc32(ids[-3:].tobytes())
+        values = np.random.default_rng(seed).normal(0, 1, vocab_size).astype(np.float32)
+        values[:first_id] -= 50
+        tail = ids[-3:].tolist()
+        for place in range(len(ids) - 4, 1, -1):
+            if ids[place - 2 : place + 1].tolist() == tail:
+                if zlib.crc32(ids.tobytes()) % period:
+                    values[ids[place + 1]] += 8
+                break
+        return torch.from_numpy(values)
+
+    return logits
+
+
 def planned_script(plans: dict[int, Sequence[int]], vocab_size: int, *, eos_id: int = 2) -> Script:
     """By a prompt's first token: the ids that follow the prompt, then `eos_id`.
 

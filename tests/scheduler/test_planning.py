@@ -387,6 +387,36 @@ def test_a_speculating_request_is_not_planned_again_before_its_results() -> None
     assert harness.plan().step_id == -1
 
 
+def test_drafts_come_and_go_while_a_request_runs() -> None:
+    harness = make_harness(token_budget=16)
+    job = harness.submit([1, 2, 3], 40)
+    scheduler = harness.scheduler
+    harness.step()
+    scheduler.set_num_draft_tokens(job.request_id, 3)
+    assert harness.plan().row_lens.tolist() == [4]
+    scheduler.set_num_draft_tokens(job.request_id, 0)
+    assert harness.plan().step_id == -1, "where it goes on is not known before its results"
+    harness.commit()
+    assert harness.plan().row_lens.tolist() == [1]
+    scheduler.set_num_draft_tokens(job.request_id, 2)
+    assert harness.plan().step_id == -1
+    harness.commit()
+    assert harness.plan().row_lens.tolist() == [3]
+    harness.commit()
+    harness.run()
+    assert job.outputs == harness.model.generate(job)
+
+
+@pytest.mark.parametrize("num", [-1, 65])
+def test_a_number_of_drafts_out_of_range_is_refused(num: int) -> None:
+    harness = make_harness()
+    job = harness.submit([1, 2, 3], 4)
+    with pytest.raises(ValueError, match=r"num_draft_tokens: -?\d+ is not in \[0, 64\]"):
+        harness.scheduler.set_num_draft_tokens(job.request_id, num)
+    with pytest.raises(ValueError, match="request_id: 99 is unknown"):
+        harness.scheduler.set_num_draft_tokens(99, 1)
+
+
 def test_drafts_give_way_when_the_budget_is_short() -> None:
     harness = make_harness(token_budget=8)
     jobs = [harness.submit([i, 1], 30, num_draft_tokens=3) for i in range(4)]

@@ -127,6 +127,12 @@ class RandomRun:
         sequence = np.array(job.prompt + job.outputs, np.int32)
         self.harness.scheduler.hint_prefix(sequence, self.rng.random(), job.salt)
 
+    def change_drafts(self) -> None:
+        """Between any two plans, whatever is in flight."""
+        if self.harness.live:
+            request_id = self.rng.choice(sorted(self.harness.live))
+            self.harness.scheduler.set_num_draft_tokens(request_id, self.rng.randrange(4))
+
     def check_leases(self) -> None:
         """What is promised is there, unless it was said that it is not."""
         scheduler = self.harness.scheduler
@@ -167,6 +173,8 @@ class RandomRun:
             del self.leases[lease_id]
         elif dice < 0.50 and self.history:
             self.hint()
+        if rng.random() < 0.1:
+            self.change_drafts()
 
     def check_outputs(self) -> None:
         for job in self.harness.jobs.values():

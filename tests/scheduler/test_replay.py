@@ -121,6 +121,8 @@ def record_tiers(seed: int, steps: int = 300) -> tuple[bytes, dict[str, int]]:
             scheduler.set_costs(
                 l2_us_per_page=rng.random(), l3_us_per_page=9 * rng.random(), prefill_us_per_token=1
             )
+        elif dice < 0.68 and harness.live:
+            scheduler.set_num_draft_tokens(rng.choice(sorted(harness.live)), rng.randrange(3))
         elif dice < 0.8 and harness.remote:
             harness.end_remote(rng.choice(sorted(harness.remote)), ok=rng.random() < 0.7)
         harness.step()
