@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stateless generation: a prompt in, parse events and token ids out, for the OpenAI dialects.
+"""Stateless generations: a prompt in, parse events and token ids out, for the dialects.
 
 Does not know: HTTP, the shape of any dialect's chunks, sessions.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from appliance.answer import AnswerReader
@@ -26,6 +28,7 @@ class Step:
     token_ids: list[int]
     events: list[parsed.Event]
     logprobs: tuple[api.TokenLogprobs, ...] = ()
+    is_last: bool = False  # the outcome is known
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +55,7 @@ class Generation:
     def num_output(self) -> int:
         return len(self.answer.token_ids)
 
-    async def steps(self) -> AsyncIterator[Step]:
+    async def steps(self) -> AsyncGenerator[Step, None]:
         """Yield what comes; closing the iterator aborts the request in the engine.
 
         Raises: ApiError where the engine fails the request.
@@ -86,7 +89,7 @@ class Generation:
             self.asked.note_end(self.num_output, self.finish_reason)
         if self.on_end is not None:
             self.on_end(self)
-        yield Step(token_ids=[], events=events)
+        yield Step(token_ids=[], events=events, is_last=True)
 
     def _take(self, item: api.Tokens) -> Step:
         ids = decode_ids(item.token_ids)
@@ -119,3 +122,44 @@ class Generation:
             case _:
                 code = known_code(item.error_code)
                 raise ApiError(code, item.error_message or "the engine ended this request")
+
+
+async def steps_of(runs: Sequence[Generation]) -> AsyncGenerator[tuple[int, Step], None]:
+    """Yield the steps of generations that run side by side, each with the index of its run.
+
+    Closing the iterator aborts them all, before `aclose` returns.
+    Raises: ApiError where the engine fails one of them; the others are aborted.
+    """
+    if len(runs) == 1:
+        async with contextlib.aclosing(runs[0].steps()) as steps:
+            async for step in steps:
+                yield 0, step
+        return
+    arrived: asyncio.Queue[tuple[int, Step | Exception | None]] = asyncio.Queue()
+    pumps = [asyncio.create_task(_pump(index, run, arrived)) for index, run in enumerate(runs)]
+    num_running = len(runs)
+    try:
+        while num_running:
+            index, arrival = await arrived.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
+                num_running -= 1
+            else:
+                yield index, arrival
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _pump(
+    index: int, run: Generation, arrived: asyncio.Queue[tuple[int, Step | Exception | None]]
+) -> None:
+    try:
+        async with contextlib.aclosing(run.steps()) as steps:
+            async for step in steps:
+                arrived.put_nowait((index, step))
+        arrived.put_nowait((index, None))
+    except Exception as error:
+        arrived.put_nowait((index, error))

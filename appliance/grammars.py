@@ -37,6 +37,7 @@ class GrammarQuestion:
     choice: ToolChoice
     response_format: ResponseFormat | None = None
     reasoning: Reasoning = "off"  # as the rendered prompt says
+    reasoning_budget: int | None = None  # tokens
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class GrammarCompiler:
             self.tool_format,
             reasoning=question.reasoning,
             response_format=question.response_format,
+            reasoning_budget=question.reasoning_budget,
             loosen=loosen,
             markers=self.markers,
         )

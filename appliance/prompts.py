@@ -216,12 +216,19 @@ class PromptRenderer:
         toolset: ToolSet,
         *,
         add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> bytes:
-        """Render a whole conversation of chat messages (content already text)."""
+        """Render a whole conversation of chat messages (content already text).
+
+        options: what the template is told besides.
+        """
         rendered = self._with_head(self._chat_messages(messages), toolset)
         return encode_ids(
             self._template.render(
-                rendered, tools=self._tools(toolset), add_generation_prompt=add_generation_prompt
+                rendered,
+                tools=self._tools(toolset),
+                add_generation_prompt=add_generation_prompt,
+                **(options or {}),
             )
         )
 
@@ -230,6 +237,7 @@ class PromptRenderer:
         history: Sequence[Mapping[str, Any]],
         new: Sequence[Mapping[str, Any]],
         is_closed: bool,
+        options: Mapping[str, Any] | None = None,
     ) -> bytes:
         """Render only `new`, to be put behind the ids of `history`, and ask for an answer.
 
@@ -239,7 +247,11 @@ class PromptRenderer:
         shaped = self._chat_messages([*history, *new])[len(self._chat_messages(history)) :]
         return encode_ids(
             self._template.render_append(
-                ("assistant",), shaped, add_generation_prompt=True, assistant_closed=is_closed
+                ("assistant",),
+                shaped,
+                add_generation_prompt=True,
+                assistant_closed=is_closed,
+                **(options or {}),
             )
         )
 

@@ -54,7 +54,7 @@ from tools_schema.formats.registry import (
     guess_format,
 )
 from tools_schema.reasoning import Reasoning, reasoning_of_prompt
-from tools_schema.stream_parser import StreamParser, new_call_id
+from tools_schema.stream_parser import CALL_PREFIX, StreamParser, new_call_id
 from tools_schema.tool_choice import ToolChoice
 from tools_schema.tool_spec import ToolSet, parse_tools
 
@@ -87,6 +87,7 @@ class Services:
     responses: ResponseStore = field(default_factory=ResponseStore)
     recall: Recall = field(default_factory=Recall)
     implicit_sessions: ImplicitSessions = field(default_factory=ImplicitSessions)
+    started_s: int = field(default_factory=lambda: int(time.time()))
     _quotas: dict[str, tuple[TenantQuota, float]] = field(default_factory=dict)
     _toolsets: OrderedDict[bytes, ToolSet] = field(default_factory=OrderedDict)
 
@@ -267,17 +268,23 @@ class Services:
         choice: ToolChoice,
         stop: Sequence[str],
         reasoning: Reasoning = "off",
+        *,
+        call_prefix: str = CALL_PREFIX,
     ) -> AnswerReader:
         """Return a reader; with a turn's id, the ids of calls follow from it."""
         numbers = itertools.count()
+
+        def call_id() -> str:
+            if turn_id is None:
+                return new_call_id(call_prefix)
+            return derived_id("call", turn_id, next(numbers))
+
         parser = StreamParser(
             self.renderer.tool_format,
             toolset,
             choice,
             reasoning_open=reasoning == "on",
-            call_id_factory=new_call_id
-            if turn_id is None
-            else lambda: derived_id("call", turn_id, next(numbers)),
+            call_id_factory=call_id,
         )
         return AnswerReader(
             tokenizer=self.assets.tokenizer,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tools_schema.errors import InvalidSchemaError
 from tools_schema.formats.base import HeaderBody, JsonBody, ToolFormat
 from tools_schema.grammar_nodes import (
     Node,
@@ -50,7 +51,22 @@ class CallGrammar:
         self.fallbacks: list[Fallback] = []
 
     def response(self, response_format: ResponseFormat) -> Node:
-        """The JSON that a turn's text must be."""
+        """What a turn's text must be.
+
+        Raises: InvalidSchemaError for a pattern that the grammar engine refused: no looser one
+        would be what was asked for.
+        """
+        if response_format.kind == "choice":
+            return any_of([const(choice) for choice in response_format.choices])
+        if response_format.kind == "regex":
+            if RESPONSE_FORMAT in self._loosen:
+                raise InvalidSchemaError(
+                    param="structured_outputs.regex",
+                    message="the grammar engine cannot hold this pattern",
+                    value=response_format.pattern,
+                    allowed="no lookaround, back references or Unicode classes",
+                )
+            return regex(response_format.pattern)
         return json_value(self._lower(RESPONSE_FORMAT, response_format.schema()).schema)
 
     def calls(self, tools: Sequence[ToolSpec], choice: ToolChoice) -> Node:

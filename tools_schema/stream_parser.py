@@ -33,6 +33,7 @@ from tools_schema.tool_spec import ToolSet
 
 _BRACE, _BRACKET, _CLOSE_BRACKET, _COMMA = b"{[],"
 _ID_CHARS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+CALL_PREFIX = "call_"
 
 
 # So much of a marker is no accident: a turn cut behind it was cut in a call, not in its text.
@@ -47,9 +48,9 @@ class WholePart:
     closing: str = ""
 
 
-def new_call_id() -> str:
-    """`call_` and 24 random characters."""
-    return "call_" + "".join(secrets.choice(_ID_CHARS) for _ in range(24))
+def new_call_id(prefix: str = CALL_PREFIX) -> str:
+    """The prefix and 24 random characters."""
+    return prefix + "".join(secrets.choice(_ID_CHARS) for _ in range(24))
 
 
 class StreamParser:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the OpenAI dialects share: sampling fields, usage, logprobs, chat messages as text.
+"""What the dialects share: sampling fields, engine requests, usage, logprobs, what is logged once.
 
 Does not know: chunks of one dialect or the other.
 
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
-from appliance.api.wire import SamplingFields, unknown_fields
+from appliance.api.known_fields import HarmlessValues, refuse_unsupported, unknown_fields
+from appliance.api.wire import SamplingFields
 from appliance.errors import ApiError
 from appliance.generation import Generation
 from appliance.services import Services
@@ -25,14 +26,17 @@ from sessions.token_codec import count
 
 logger = logging.getLogger(__name__)
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_LOGGED = 1000
 _logged: set[tuple[str, str]] = set()
 
 
-def log_unknown_once(body: BaseModel) -> None:
-    """Say once per field name that it is ignored."""
-    for name in unknown_fields(body):
+def check_fields(body: BaseModel, refused: HarmlessValues) -> None:
+    """Refuse what is known and cannot be had; say once per unknown field that it is ignored.
+
+    Raises: ApiError unsupported_parameter naming the field.
+    """
+    refuse_unsupported(body, refused)
+    for name in unknown_fields(body, refused):
         log_ignored_once("unknown request field", name)
 
 
@@ -67,6 +71,9 @@ def sampling_of(
     _check_ids(body.stop_token_ids or (), services, "stop_token_ids")
     _check_ids(body.logit_bias or (), services, "logit_bias")
     num_new = min(max_tokens or room, room)
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        message = f"min_tokens: {body.min_tokens} is more than the limit of {max_tokens}"
+        raise ApiError("invalid_value", message, "min_tokens")
     return api.SamplingParams(
         max_new_tokens=num_new,
         min_new_tokens=min(body.min_tokens or 0, num_new),
@@ -123,18 +130,27 @@ def new_request_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
-def usage_of(run: Generation) -> dict[str, Any]:
-    """Return the usage of a generation; what the engine did not say is left out."""
+def usage_of(runs: Sequence[Generation], num_choices: int = 1) -> dict[str, Any]:
+    """Return the usage of generations; what the engine did not say is left out.
+
+    num_choices: so many in a row answer the same prompt, which counts once.
+    """
+    prompts = runs[::num_choices]
+    num_prompt = sum(run.num_prompt for run in prompts)
+    num_output = sum(run.num_output for run in runs)
     usage: dict[str, Any] = {
-        "prompt_tokens": run.num_prompt,
-        "completion_tokens": run.num_output,
-        "total_tokens": run.num_prompt + run.num_output,
-        "completion_tokens_details": {"reasoning_tokens": run.answer.num_reasoning},
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(run.answer.num_reasoning for run in runs)
+        },
     }
-    if run.cache is not None:
-        cached = run.cache.l1 + run.cache.l2 + run.cache.l3
-        usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        usage["x_cache"] = {"l1": run.cache.l1, "l2": run.cache.l2, "l3": run.cache.l3}
+    hits = [run.cache for run in prompts if run.cache is not None]
+    if hits:
+        tiers = {tier: sum(getattr(hit, tier) for hit in hits) for tier in ("l1", "l2", "l3")}
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(tiers.values())}
+        usage["x_cache"] = tiers
     return usage
 
 
@@ -161,91 +177,3 @@ def _token_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[st
         "logprob": max(logprob, -9999.0),
         "bytes": list(spelled),
     }
-
-
-def chat_messages(raw: Sequence[Any]) -> list[dict[str, Any]]:
-    """Check chat messages and return them with their content as text.
-
-    Raises: ApiError naming the field.
-    """
-    if not raw:
-        raise ApiError("invalid_value", "messages: at least one message is needed", "messages")
-    return [_chat_message(message, f"messages[{index}]") for index, message in enumerate(raw)]
-
-
-def _chat_message(message: Any, path: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise ApiError("invalid_type", f"{path}: must be an object", path)
-    role = message.get("role")
-    if role not in ROLES:
-        raise ApiError(
-            "invalid_value",
-            f"{path}.role: must be one of {', '.join(ROLES)}; got {role!r}",
-            f"{path}.role",
-        )
-    if role != "assistant" and "content" not in message:
-        raise ApiError("missing_field", f"{path}.content: required", f"{path}.content")
-    shaped: dict[str, Any] = {
-        "role": role,
-        "content": content_text(message.get("content"), f"{path}.content"),
-    }
-    if role == "tool":
-        call_id = message.get("tool_call_id")
-        if not isinstance(call_id, str):
-            where = f"{path}.tool_call_id"
-            raise ApiError("missing_field", f"{where}: must be a string; got {call_id!r}", where)
-        shaped["tool_call_id"] = call_id
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    if role == "assistant" and isinstance(thought, str):
-        shaped["reasoning_content"] = thought
-    if role == "assistant" and message.get("tool_calls"):
-        shaped["tool_calls"] = _tool_calls(message["tool_calls"], f"{path}.tool_calls")
-    return shaped
-
-
-def content_text(content: Any, path: str) -> str:
-    """Return the text of a message's content. Raises: ApiError where it is anything else."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, (list, tuple)):
-        raise ApiError("invalid_type", f"{path}: must be a string or a list of parts", path)
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        where = f"{path}[{index}]"
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if kind else None
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise ApiError(
-                "unsupported_parameter",
-                f"{where}.type: only text is supported; got {kind!r}",
-                where,
-            )
-        if not isinstance(text, str):
-            raise ApiError("invalid_type", f"{where}.text: must be a string", f"{where}.text")
-        texts.append(text)
-    return "".join(texts)
-
-
-def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise ApiError("invalid_type", f"{path}: must be a list", path)
-    shaped = []
-    for index, call in enumerate(calls):
-        where = f"{path}[{index}]"
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise ApiError("invalid_type", f"{where}.function: must have a name", where)
-        arguments = function.get("arguments")
-        if arguments is not None and not isinstance(arguments, str):
-            where = f"{where}.function.arguments"
-            raise ApiError("invalid_type", f"{where}: must be JSON text", where)
-        shaped.append(
-            {
-                "id": str(call.get("id") or ""),
-                "type": "function",
-                "function": {"name": function["name"], "arguments": arguments or "{}"},
-            }
-        )
-    return shaped

@@ -6,8 +6,10 @@ Does not know: tokens, usage, transport.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tools_schema import events as parsed
@@ -21,6 +23,7 @@ class MessageBlocks:
 
     _index: int = -1
     _kind: str = ""  # of the open block; empty: none is open
+    _thought: list[str] = field(default_factory=list)
 
     def take(self, events: Iterable[parsed.Event]) -> list[WireEvent]:
         """Return the wire events of these parse events."""
@@ -33,6 +36,7 @@ class MessageBlocks:
                 case parsed.ReasoningDelta():
                     block = {"type": "thinking", "thinking": "", "signature": ""}
                     self._open("thinking", block, out)
+                    self._thought.append(event.text)
                     self._delta({"type": "thinking_delta", "thinking": event.text}, out)
                 case parsed.ToolCallStart():
                     out += self.finish()
@@ -48,10 +52,15 @@ class MessageBlocks:
 
     def finish(self) -> list[WireEvent]:
         """Close the open block, if there is one."""
-        if not self._kind:
-            return []
-        self._kind = ""
-        return [{"type": "content_block_stop", "index": self._index}]
+        out: list[WireEvent] = []
+        if self._kind == "thinking":
+            signature = signature_of("".join(self._thought))
+            self._thought.clear()
+            self._delta({"type": "signature_delta", "signature": signature}, out)
+        if self._kind:
+            self._kind = ""
+            out.append({"type": "content_block_stop", "index": self._index})
+        return out
 
     def _open(self, kind: str, block: dict[str, Any], out: list[WireEvent]) -> None:
         if self._kind == kind:
@@ -63,3 +72,9 @@ class MessageBlocks:
 
     def _delta(self, delta: dict[str, Any], out: list[WireEvent]) -> None:
         out.append({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+
+def signature_of(thought: str) -> str:
+    """What stands for a signature: clients drop thinking without one. Nobody checks it."""
+    digest = hashlib.sha256(thought.encode()).digest()
+    return "moorage.v1." + base64.urlsafe_b64encode(digest[:24]).decode()

@@ -13,8 +13,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from appliance.api.conversation import ChatMessage
 from appliance.api.dialect import log_ignored_once
-from appliance.api.stateless import ChatMessage
+from appliance.api.omitted_parts import OmittedParts
 from appliance.errors import ApiError
 
 ROLES = ("user", "assistant", "system")
@@ -23,8 +24,13 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 BLOCK_SEPARATOR = "\n\n"
 
 
-def chat_messages_of(system: Any, messages: Sequence[Any]) -> list[ChatMessage]:
+def chat_messages_of(
+    system: Any, messages: Sequence[Any], omitted: OmittedParts | None = None
+) -> list[ChatMessage]:
     """Check a conversation and return it as chat messages.
+
+    Args:
+        omitted: takes what is no text in tool results, and beside them; without it that is refused.
 
     Raises: ApiError naming the field.
     """
@@ -35,7 +41,7 @@ def chat_messages_of(system: Any, messages: Sequence[Any]) -> list[ChatMessage]:
     if text:
         chat.append({"role": "system", "content": text})
     for index, message in enumerate(messages):
-        chat += _message(message, f"messages[{index}]")
+        chat += _message(message, f"messages[{index}]", omitted)
     return chat
 
 
@@ -56,7 +62,7 @@ def _without_billing(texts: Sequence[str]) -> str:
     return BLOCK_SEPARATOR.join(kept)
 
 
-def _message(message: Any, path: str) -> list[ChatMessage]:
+def _message(message: Any, path: str, omitted: OmittedParts | None) -> list[ChatMessage]:
     if not isinstance(message, Mapping):
         raise ApiError("invalid_type", f"{path}: must be an object", path)
     role, content = message.get("role"), message.get("content")
@@ -72,34 +78,38 @@ def _message(message: Any, path: str) -> list[ChatMessage]:
         return [_assistant(_blocks(content, where), where)]
     if role == "system":
         return [{"role": role, "content": BLOCK_SEPARATOR.join(_texts(content, where))}]
-    return _user(_blocks(content, where), where)
+    return _user(_blocks(content, where), where, omitted)
 
 
-def _user(blocks: Sequence[Mapping[str, Any]], path: str) -> list[ChatMessage]:
+def _user(
+    blocks: Sequence[Mapping[str, Any]], path: str, omitted: OmittedParts | None
+) -> list[ChatMessage]:
     """Tool results become messages of their own, in the order in which they stand."""
     chat: list[ChatMessage] = []
     texts: list[str] = []
+    if not any(block.get("type") == "tool_result" for block in blocks):
+        omitted = None  # what stands beside a result was put there by the tool
     for index, block in enumerate(blocks):
         where = f"{path}[{index}]"
         if block.get("type") != "tool_result":
-            texts.append(_text(block, where))
+            texts.append(_text(block, where, omitted))
             continue
         if texts:
             chat.append({"role": "user", "content": BLOCK_SEPARATOR.join(texts)})
             texts = []
-        chat.append(_tool_result(block, where))
+        chat.append(_tool_result(block, where, omitted))
     if texts or not chat:
         chat.append({"role": "user", "content": BLOCK_SEPARATOR.join(texts)})
     return chat
 
 
-def _tool_result(block: Mapping[str, Any], path: str) -> ChatMessage:
+def _tool_result(block: Mapping[str, Any], path: str, omitted: OmittedParts | None) -> ChatMessage:
     call_id = _string(block, "tool_use_id", path)
     content = block.get("content")
     if content is None or isinstance(content, str):
         text = content or ""
     else:
-        text = "\n".join(_texts(content, f"{path}.content"))
+        text = "\n".join(_texts(content, f"{path}.content", omitted))
     if block.get("is_error") and not text:
         text = "error"
     return {"role": "tool", "tool_call_id": call_id, "content": text}
@@ -140,8 +150,9 @@ def _tool_use(block: Mapping[str, Any], path: str) -> dict[str, Any]:
     }
 
 
-def _texts(content: Any, path: str) -> list[str]:
-    return [_text(block, f"{path}[{i}]") for i, block in enumerate(_blocks(content, path))]
+def _texts(content: Any, path: str, omitted: OmittedParts | None = None) -> list[str]:
+    blocks = _blocks(content, path)
+    return [_text(block, f"{path}[{index}]", omitted) for index, block in enumerate(blocks)]
 
 
 def _blocks(content: Any, path: str) -> Sequence[Mapping[str, Any]]:
@@ -153,15 +164,41 @@ def _blocks(content: Any, path: str) -> Sequence[Mapping[str, Any]]:
     return content
 
 
-def _text(block: Mapping[str, Any], path: str) -> str:
-    if block.get("type") != "text":
-        kind = block.get("type")
-        raise ApiError(
-            "unsupported_parameter",
-            f"{path}.type: a block of type {kind!r} cannot stand here; only text is supported",
-            f"{path}.type",
-        )
-    return _string(block, "text", path)
+def _text(block: Mapping[str, Any], path: str, omitted: OmittedParts | None = None) -> str:
+    kind = block.get("type")
+    if kind == "text":
+        return _string(block, "text", path)
+    if kind == "search_result":
+        return _titled(block, _texts(block.get("content"), f"{path}.content"))
+    if kind == "document":
+        found = _document(block, path)
+        if found is not None:
+            return found
+    if omitted is not None and isinstance(kind, str):
+        return omitted.placeholder(kind, path)
+    raise ApiError(
+        "unsupported_parameter",
+        f"{path}.type: a block of type {kind!r} cannot stand here; only text is supported",
+        f"{path}.type",
+    )
+
+
+def _document(block: Mapping[str, Any], path: str) -> str | None:
+    """The text of a document that is text; None for pages of images."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if isinstance(source, Mapping) and kind == "text":
+        return _titled(block, [_string(source, "data", f"{path}.source")])
+    if isinstance(source, Mapping) and kind == "content":
+        content = source.get("content")
+        texts = [content] if isinstance(content, str) else _texts(content, f"{path}.source.content")
+        return _titled(block, texts)
+    return None
+
+
+def _titled(block: Mapping[str, Any], texts: Sequence[str]) -> str:
+    title = block.get("title")
+    return "\n".join([title, *texts] if isinstance(title, str) and title else texts)
 
 
 def _string(block: Mapping[str, Any], key: str, path: str) -> str:

@@ -6,7 +6,9 @@ Does not know: any dialect, how an answer comes about.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Protocol
 
 from fastapi import Request, Response
@@ -14,6 +16,9 @@ from fastapi.responses import JSONResponse
 
 from appliance.api.context import ApiContext, ClientGone, or_client_gone
 from appliance.api.sse import event_stream
+from appliance.errors import ApiError, as_api_error
+
+logger = logging.getLogger(__name__)
 
 CLIENT_GONE_STATUS = 499
 
@@ -43,3 +48,23 @@ async def reply(
         return JSONResponse(await or_client_gone(request, answer.whole()), headers=headers)
     except ClientGone:
         return JSONResponse({}, status_code=CLIENT_GONE_STATUS)
+
+
+async def ended_by_error(
+    frames: AsyncGenerator[bytes, None], error_frame: Callable[[ApiError], bytes]
+) -> AsyncGenerator[bytes, None]:
+    """Yield frames; an error ends them with a frame of its own."""
+    async with contextlib.aclosing(frames):
+        try:
+            async for frame in frames:
+                yield frame
+        except Exception as error:
+            yield error_frame(stream_error(error))
+
+
+def stream_error(error: Exception) -> ApiError:
+    """Return what ended a stream in HTTP's terms; a bug is logged."""
+    api_error = as_api_error(error)
+    if api_error.code == "internal_error":
+        logger.error("a stream failed", exc_info=error)
+    return api_error

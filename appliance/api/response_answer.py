@@ -16,15 +16,15 @@ from typing import Any
 
 import msgspec
 
+from appliance.api.conversation import ChatMessage
 from appliance.api.responses_input import chat_messages_of, seal
 from appliance.api.sse import named_frame
-from appliance.api.stateless import ChatMessage, grammar_fallbacks
+from appliance.api.stateless import Prepared
 from appliance.api.wire_agents import ENCRYPTED_REASONING, ResponsesRequest
 from appliance.errors import ApiError, as_api_error
-from appliance.generation import Generation
+from appliance.generation import Generation, steps_of
 from appliance.response_events import ResponseEvents, WireEvent
 from appliance.response_store import ResponseStore, StoredResponse
-from tools_schema.structural_tag import GrammarPlan
 from tools_schema.tool_spec import ToolSet
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,7 @@ class ResponseAnswer:
     """Run it once, by `frames` or by `whole`."""
 
     body: ResponsesRequest
-    run: Generation
-    plan: GrammarPlan
+    prepared: Prepared
     toolset: ToolSet
     messages: list[ChatMessage]  # what it answers, without the instructions
     store: ResponseStore | None
@@ -47,6 +46,10 @@ class ResponseAnswer:
     _created: int = field(default_factory=lambda: int(time.time()))
     _sequence: int = 0
     _stored: StoredResponse | None = None
+
+    @property
+    def run(self) -> Generation:
+        return self.prepared.runs[0]
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Yield SSE frames; exactly one terminal event comes last."""
@@ -85,7 +88,7 @@ class ResponseAnswer:
 
     async def _events(self) -> AsyncIterator[WireEvent]:
         events = ResponseEvents(self.run.request.request_id, self.toolset)
-        async for step in self.run.steps():
+        async for _, step in steps_of([self.run]):
             for event in events.take(step.events):
                 yield self._noted(event)
         for event in events.finish(self._end_status):
@@ -174,7 +177,7 @@ class ResponseAnswer:
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": self._usage() if has_ended else None,
-            **grammar_fallbacks(self.plan),
+            **self.prepared.notes,
         }
 
     def _usage(self) -> dict[str, Any] | None:

@@ -14,14 +14,17 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from appliance.api.context import ApiContext, Caller, Context
-from appliance.api.dialect import log_ignored_once, log_unknown_once
+from appliance.api.conversation import ChatMessage, render_conversation
+from appliance.api.dialect import check_fields, log_ignored_once
 from appliance.api.identity import session_headers, session_name
+from appliance.api.known_fields import REFUSED_RESPONSES
+from appliance.api.omitted_parts import OmittedParts
 from appliance.api.replies import reply
 from appliance.api.response_answer import ResponseAnswer
 from appliance.api.responses_input import chat_messages_of
-from appliance.api.stateless import Ask, ChatMessage, prepare, render_conversation
-from appliance.api.wire import refuse_unsupported
-from appliance.api.wire_agents import INCLUDES, UNSUPPORTED_RESPONSES, ResponsesRequest
+from appliance.api.stateless import Ask, prepare
+from appliance.api.thinking_fields import thinking_of
+from appliance.api.wire_agents import INCLUDES, ResponsesRequest
 from appliance.errors import ApiError
 from appliance.implicit_sessions import SessionName
 from appliance.services import DEFAULT_TENANT, Services
@@ -37,9 +40,8 @@ async def create_response(
     body: ResponsesRequest, request: Request, context: Context, caller: Caller
 ) -> Any:
     """Answer a conversation of items; with `stream`, in events."""
-    refuse_unsupported(body, UNSUPPORTED_RESPONSES)
+    check_fields(body, REFUSED_RESPONSES)
     _check_include(body)
-    log_unknown_once(body)
     context.services.check_model(body.model)
     name = session_name(request, body)
     answer = await _prepare(context, body, caller or DEFAULT_TENANT, name)
@@ -92,7 +94,9 @@ async def _prepare(
     toolset = services.toolset(body.tools or [], skip_unknown=True)
     for kind in toolset.skipped:
         log_ignored_once("tool of type", kind)
-    messages = [*_previous(services, body, tenant), *chat_messages_of(body.input)]
+    omitted = OmittedParts()
+    messages = [*_previous(services, body, tenant), *chat_messages_of(body.input, omitted)]
+    thinking = thinking_of(body, services)
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if not messages and not head:
         raise ApiError("invalid_value", "input: there is nothing to answer", "input")
@@ -100,7 +104,12 @@ async def _prepare(
         request_id=f"resp_{secrets.token_hex(16)}",
         tenant=tenant,
         conversation=await render_conversation(
-            services, [*head, *messages], toolset, tenant, param="input"
+            services,
+            [*head, *messages],
+            toolset,
+            tenant,
+            param="input",
+            options=thinking.options,
         ),
         toolset=toolset,
         choice=parse_tool_choice(
@@ -113,12 +122,12 @@ async def _prepare(
         max_tokens=body.max_output_tokens,
         param="input",
         name=name,
+        thinking=thinking,
+        omitted=omitted,
     )
-    run, plan = await prepare(services, body, ask)
     return ResponseAnswer(
         body=body,
-        run=run,
-        plan=plan,
+        prepared=await prepare(services, body, ask),
         toolset=toolset,
         messages=messages,
         store=services.responses if body.store else None,

@@ -15,8 +15,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from appliance.api.dialect import ROLES, content_text, log_ignored_once
-from appliance.api.stateless import ChatMessage
+from appliance.api.chat_input import ROLES, content_text
+from appliance.api.conversation import ChatMessage
+from appliance.api.dialect import log_ignored_once
+from appliance.api.omitted_parts import OmittedParts
 from appliance.errors import ApiError
 
 # Items of tools that ran elsewhere: nothing in them is for this model.
@@ -47,8 +49,16 @@ def unseal(sealed: str) -> str:
         return ""
 
 
-def chat_messages_of(raw: str | Sequence[Any]) -> list[ChatMessage]:
-    """Check the input and return it as chat messages. Raises: ApiError naming the field."""
+def chat_messages_of(
+    raw: str | Sequence[Any], omitted: OmittedParts | None = None
+) -> list[ChatMessage]:
+    """Check the input and return it as chat messages.
+
+    Args:
+        omitted: takes the parts of tool results that are no text; without it they are refused.
+
+    Raises: ApiError naming the field.
+    """
     if isinstance(raw, str):
         return [{"role": "user", "content": raw}]
     chat: list[ChatMessage] = []
@@ -56,11 +66,13 @@ def chat_messages_of(raw: str | Sequence[Any]) -> list[ChatMessage]:
         path = f"input[{index}]"
         if not isinstance(item, Mapping):
             raise ApiError("invalid_type", f"{path}: must be an object", path)
-        _add(chat, item, path)
+        _add(chat, item, path, omitted)
     return chat
 
 
-def _add(chat: list[ChatMessage], item: Mapping[str, Any], path: str) -> None:
+def _add(
+    chat: list[ChatMessage], item: Mapping[str, Any], path: str, omitted: OmittedParts | None
+) -> None:
     kind = item.get("type", "message")
     match kind:
         case "message":
@@ -76,7 +88,7 @@ def _add(chat: list[ChatMessage], item: Mapping[str, Any], path: str) -> None:
             arguments = {"input": _string(item, "input", path)}
             _add_call(chat, item, path, json.dumps(arguments, ensure_ascii=False))
         case "function_call_output" | "custom_tool_call_output":
-            output = content_text(item.get("output"), f"{path}.output")
+            output = content_text(item.get("output"), f"{path}.output", omitted)
             call_id = _string(item, "call_id", path)
             chat.append({"role": "tool", "tool_call_id": call_id, "content": output})
         case str() if kind in SKIPPED_ITEMS:

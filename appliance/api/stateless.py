@@ -1,49 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the chat dialects do alike: a conversation becomes a prompt, its grammar, a generation.
+"""What the chat dialects do alike: a rendered conversation becomes a grammar and generations.
 
-Does not know: how a dialect spells its messages or its answer.
+Does not know: how a dialect spells its messages or its answer, how a prompt is rendered.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
+from appliance.api.conversation import ChatMessage, Conversation
 from appliance.api.dialect import request_of, sampling_of
+from appliance.api.omitted_parts import OmittedParts
+from appliance.api.thinking_fields import Thinking
 from appliance.api.wire import SamplingFields
+from appliance.errors import ApiError
 from appliance.generation import Generation
 from appliance.grammars import GrammarQuestion, constrained, spec_of
 from appliance.implicit_sessions import Asked, SessionName
-from appliance.recall import Recalled, chain_keys, next_key, root_key
+from appliance.recall import Recalled, next_key
 from appliance.services import Services
-from appliance.text_limits import check_can_fit, num_chars, off_loop
-from engine.text.errors import TemplateRenderError
+from engine import api
 from sessions.token_codec import count
 from tools_schema.response_format import ResponseFormat
 from tools_schema.structural_tag import GrammarPlan
 from tools_schema.tool_choice import ToolChoice
 from tools_schema.tool_spec import ToolSet
-
-ChatMessage = dict[str, Any]
-SYSTEM_ROLES = ("system", "developer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """A rendered conversation.
-
-    keys: its `chain_keys`; an answer to it is remembered under the one that follows them.
-    opening: the one of its first message that is no system's.
-    num_recalled, recalled_tokens: how much of its front is ids of this server.
-    """
-
-    prompt: bytes
-    keys: tuple[bytes, ...]
-    opening: bytes
-    num_recalled: int = 0
-    recalled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +37,7 @@ class Ask:
 
     name: what its client calls the conversation.
     param: the field that holds the conversation.
+    call_prefix: what ids of calls begin with.
     """
 
     request_id: str
@@ -63,120 +49,97 @@ class Ask:
     stop: Sequence[str]
     max_tokens: int | None
     num_logprobs: int = -1
+    num_choices: int = 1
     param: str = "messages"
     name: SessionName = SessionName()
+    thinking: Thinking = Thinking()
+    omitted: OmittedParts = field(default_factory=OmittedParts)
+    call_prefix: str = "call_"
 
 
-async def prepare(
-    services: Services, body: SamplingFields, ask: Ask
-) -> tuple[Generation, GrammarPlan]:
-    """Check the rest and have the grammar compiled; the generation has not begun.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What answers a request. `notes`: fields of the answer that say what is not as was asked."""
 
-    Raises: ApiError context_length_exceeded; ToolSchemaError.
+    runs: list[Generation]
+    notes: Mapping[str, Any]
+
+
+async def prepare(services: Services, body: SamplingFields, ask: Ask) -> Prepared:
+    """Check the rest and have the grammar compiled; the generations have not begun.
+
+    Raises: ApiError context_length_exceeded, unsupported_parameter; ToolSchemaError.
     """
     prompt = ask.conversation.prompt
     sampling = sampling_of(
         body, services, prompt, ask.max_tokens, ask.num_logprobs, param=ask.param
     )
     reasoning = services.reasoning_of(prompt)
-    plan = await services.grammars.compiled(
-        GrammarQuestion(ask.toolset, ask.choice, ask.response_format, reasoning)
+    budget = ask.thinking.budget
+    question = GrammarQuestion(
+        ask.toolset,
+        ask.choice,
+        ask.response_format,
+        reasoning,
+        budget if budget is not None and budget < sampling.max_new_tokens else None,
+    )
+    plan = (
+        _free_plan(services, body, question)
+        if body.ignore_eos or body.min_tokens
+        else await services.grammars.compiled(question)
     )
     if plan.fallbacks:
         services.metrics.grammar_fallbacks.inc()
-    request = request_of(
-        ask.request_id,
-        prompt,
-        constrained(sampling, plan),
-        services,
-        ask.tenant,
-        priority=body.priority,
-        grammar=spec_of(plan),
-    )
-    answer = services.answer_reader(None, ask.toolset, ask.choice, ask.stop, reasoning)
+    sampling = constrained(sampling, plan)
     asked = _note_request(services, ask)
-    run = Generation(
-        client=services.client,
-        metrics=services.metrics,
-        request=request,
-        answer=answer,
-        on_end=lambda run: remember(services, run, ask.conversation.keys),
-        asked=asked,
-    )
-    return run, plan
+    runs = []
+    for index in range(ask.num_choices):
+        runs.append(
+            Generation(
+                client=services.client,
+                metrics=services.metrics,
+                request=request_of(
+                    ask.request_id if index == 0 else f"{ask.request_id}-{index}",
+                    prompt,
+                    sampling_of_choice(sampling, index),
+                    services,
+                    ask.tenant,
+                    priority=body.priority,
+                    grammar=spec_of(plan),
+                ),
+                answer=services.answer_reader(
+                    None, ask.toolset, ask.choice, ask.stop, reasoning, call_prefix=ask.call_prefix
+                ),
+                on_end=lambda run: remember(services, run, ask.conversation.keys),
+                asked=asked if index == 0 else None,
+            )
+        )
+    return Prepared(runs=runs, notes={**_grammar_fallbacks(plan), **ask.omitted.as_wire()})
 
 
-def grammar_fallbacks(plan: GrammarPlan) -> dict[str, Any]:
-    """Return the field that says where the grammar is looser than what was asked for."""
+def sampling_of_choice(sampling: api.SamplingParams, index: int) -> api.SamplingParams:
+    """The sampling of one of several choices: each draws with a seed of its own."""
+    if sampling.seed is None or index == 0:
+        return sampling
+    seed = (sampling.seed + index + 2**63) % 2**64 - 2**63
+    return msgspec.structs.replace(sampling, seed=seed)
+
+
+def _free_plan(services: Services, body: SamplingFields, question: GrammarQuestion) -> GrammarPlan:
+    """The plan of an answer that shall go on behind its end: no grammar could be held there."""
+    name = "ignore_eos" if body.ignore_eos else "min_tokens"
+    if question.choice.kind != "none" or question.response_format is not None:
+        other = "tools" if question.response_format is None else "a format of the answer"
+        raise ApiError("unsupported_parameter", f"{name}: cannot be had with {other}", name)
+    return replace(services.grammars.plan(question), text=None, fallbacks=())
+
+
+def _grammar_fallbacks(plan: GrammarPlan) -> dict[str, Any]:
+    """The field that says where the grammar is looser than what was asked for."""
     if not plan.fallbacks:
         return {}
     found = [{"tool": f.tool, "reason": f.reason, "path": f.path} for f in plan.fallbacks]
     return {"x_grammar_fallback": found}
-
-
-async def render_conversation(
-    services: Services,
-    messages: Sequence[ChatMessage],
-    toolset: ToolSet,
-    tenant: str,
-    *,
-    param: str = "messages",
-) -> Conversation:
-    """Render a conversation; answers of this server in it keep the ids they were sampled as.
-
-    Neighbouring system messages become one. A template that refuses one in mid-list gets it as a
-    user's message: an agent's reminder is better read there than not at all. Long text is read
-    beside the event loop.
-    Raises: TemplateRenderError where the template refuses the rest as well; ApiError naming
-        `param` where so much text can never fit.
-    """
-    chars, room = num_chars([dict(message) for message in messages]), services.max_context_len
-    check_can_fit(chars, room, services.assets.tokenizer.max_token_bytes, param)
-    merged = _merged(messages, SYSTEM_ROLES)
-    root = root_key(tenant, toolset.content_hash)
-    keys = await off_loop(chars, lambda: chain_keys(root, merged))
-    is_head = merged[0]["role"] in SYSTEM_ROLES and len(keys) > 1
-    found = services.recall.longest(keys[:-1])
-    prompt = b""
-    if found is not None:
-        num_known, recalled = found
-        new_chars = num_chars([dict(message) for message in merged[num_known:]])
-        prompt = await off_loop(
-            new_chars, lambda: _continued(services, merged, num_known, recalled)
-        )
-    if not prompt:
-        found = None
-        tool_chars = num_chars([tool.as_chat() for tool in toolset])
-        prompt = await off_loop(chars + tool_chars, lambda: _rendered(services, merged, toolset))
-    return Conversation(
-        prompt=prompt,
-        keys=tuple(keys),
-        opening=keys[1] if is_head else keys[0],
-        num_recalled=found[0] if found is not None else 0,
-        recalled_tokens=count(found[1].token_ids) if found is not None else 0,
-    )
-
-
-def _rendered(services: Services, messages: list[ChatMessage], toolset: ToolSet) -> bytes:
-    try:
-        return services.renderer.render_chat(messages, toolset)
-    except TemplateRenderError:
-        if not any(message["role"] in SYSTEM_ROLES for message in messages[1:]):
-            raise
-    return services.renderer.render_chat(_systems_as_users(messages), toolset)
-
-
-def _continued(
-    services: Services, messages: Sequence[ChatMessage], num_known: int, recalled: Recalled
-) -> bytes:
-    """The ids of a history that was answered here, and the rest rendered; b"" if refused."""
-    history, new = messages[:num_known], messages[num_known:]
-    as_users = [{**m, "role": "user"} if m["role"] in SYSTEM_ROLES else m for m in new]
-    for tail in (new, _merged(as_users, ("user",))):
-        with contextlib.suppress(TemplateRenderError):
-            rest = services.renderer.append_chat(history, tail, recalled.is_closed)
-            return recalled.token_ids + rest
-    return b""
 
 
 def _note_request(services: Services, ask: Ask) -> Asked:
@@ -205,23 +168,3 @@ def remember(services: Services, run: Generation, keys: Sequence[bytes]) -> None
         (*keys, next_key(keys[-1], message)),
         Recalled(token_ids=token_ids, is_closed=kept.is_closed),
     )
-
-
-def _systems_as_users(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    shaped = [
-        {**message, "role": "user"} if index and message["role"] in SYSTEM_ROLES else message
-        for index, message in enumerate(messages)
-    ]
-    return _merged(shaped, ("user",))
-
-
-def _merged(messages: Sequence[ChatMessage], roles: Sequence[str]) -> list[ChatMessage]:
-    """Join neighbours of these roles by an empty line."""
-    merged: list[ChatMessage] = []
-    for message in messages:
-        if merged and message["role"] in roles and merged[-1]["role"] in roles:
-            content = f"{merged[-1]['content']}\n\n{message['content']}"
-            merged[-1] = {**merged[-1], "content": content}
-        else:
-            merged.append(message)
-    return merged

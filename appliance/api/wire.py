@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bodies of the OpenAI dialects, as pydantic models.
 
-They take unknown fields (agents send many) and name those that would change the answer but are not
-supported. Does not know: what fields do, the session API's bodies (wire_sessions).
+They take unknown fields (agents send many); `known_fields` says which of those are refused. Does
+not know: what fields do, the session API's bodies (wire_sessions).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -24,7 +23,12 @@ from appliance.api.wire_values import (
     Temperature,
     TopP,
 )
-from appliance.errors import ApiError
+
+MAX_CHOICES = 16
+MAX_STOP_IDS = 64  # as many as the engine takes, and so many biases
+MAX_BIASES = 1024
+
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
 class DialectBody(BaseModel):
@@ -50,12 +54,20 @@ class SamplingFields(DialectBody):
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES)] | None = None
     seed: Seed | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     priority: Priority = 0
+
+
+class ThinkingFields(DialectBody):
+    """How a model that reasons is told how much: `thinking_fields` reads them."""
+
+    thinking: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class SamplingBody(SamplingFields):
@@ -64,11 +76,11 @@ class SamplingBody(SamplingFields):
     stream_options: StreamOptions | None = None
     stop: StopList = None
     max_tokens: PositiveInt | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     return_token_ids: bool = False
 
 
-class ChatRequest(SamplingBody):
+class ChatRequest(SamplingBody, ThinkingFields):
     """POST /v1/chat/completions."""
 
     messages: list[Any]
@@ -78,6 +90,9 @@ class ChatRequest(SamplingBody):
     parallel_tool_calls: bool | None = None
     min_tool_calls: Annotated[int, Field(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -88,7 +103,6 @@ class CompletionRequest(SamplingBody):
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
-    suffix: str | None = None
     best_of: int | None = None
 
 
@@ -100,6 +114,9 @@ class TokenizeRequest(DialectBody):
     messages: list[Any] | None = None
     tools: list[Any] | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(DialectBody):
@@ -107,64 +124,3 @@ class DetokenizeRequest(DialectBody):
 
     model: str | None = None
     tokens: list[int]
-
-
-# Fields that would change the answer and are refused, with the value that means "not asked for".
-UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None,),
-    "audio": (None,),
-    "modalities": (None, ["text"]),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_grammar": (None,),
-    "thinking_token_budget": (None,),
-}
-UNSUPPORTED_COMPLETIONS: dict[str, tuple[Any, ...]] = {
-    "echo": (False, None),
-    "suffix": (None, ""),
-    "best_of": (None, 1),
-    "structured_outputs": (None,),
-    "response_format": (None, {"type": "text"}),
-    "prompt_embeds": (None,),
-}
-# Fields that other servers or OpenAI's own backend read and that cannot change our answer.
-TOLERATED = frozenset(
-    {
-        "cache_control",
-        "chat_template_kwargs",
-        "client_metadata",
-        "context_management",
-        "inference_geo",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "request_id",
-        "safety_identifier",
-        "service_tier",
-        "skip_special_tokens",
-        "store",
-        "thinking",
-        "user",
-        "verbosity",
-    }
-)
-
-
-def refuse_unsupported(body: DialectBody, table: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ApiError for a field that asks for what is not supported."""
-    values = {**body.model_dump(include=set(table)), **(body.model_extra or {})}
-    for name, harmless in table.items():
-        if name in values and values[name] not in harmless:
-            raise ApiError("unsupported_parameter", f"{name}: not supported", name)
-    if isinstance(body, SamplingBody) and body.n not in (None, 1):
-        raise ApiError("unsupported_parameter", f"n: only 1 is supported; got {body.n}", "n")
-
-
-def unknown_fields(body: BaseModel) -> list[str]:
-    """Return the names of fields nobody knows, for the log."""
-    return sorted(set(body.model_extra or ()) - TOLERATED)

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from appliance.api.wire import DialectBody, SamplingFields, StreamOptions
+from appliance.api.wire import DialectBody, SamplingFields, StreamOptions, ThinkingFields
 from appliance.api.wire_values import PositiveInt
 
 MAX_STOP_SEQUENCES = 16
 
 
-class CountTokensRequest(DialectBody):
+class CountTokensRequest(ThinkingFields):
     """POST /v1/messages/count_tokens."""
 
     model: str
@@ -24,9 +24,10 @@ class CountTokensRequest(DialectBody):
     system: str | list[Any] | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
 
 
-class MessagesRequest(SamplingFields):
+class MessagesRequest(SamplingFields, ThinkingFields):
     """POST /v1/messages."""
 
     messages: list[Any]
@@ -48,40 +49,30 @@ class ReasoningOptions(DialectBody):
     summary: str | None = None
 
 
-class ResponsesRequest(SamplingFields):
-    """POST /v1/responses."""
+class ResponsesInput(ThinkingFields):
+    """POST /v1/responses/input_tokens: what a request's prompt is made of."""
 
+    model: str
     input: str | list[Any] = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool = True
     tools: list[Any] | None = None
+    reasoning: ReasoningOptions | None = None
+
+
+class ResponsesRequest(SamplingFields, ResponsesInput):
+    """POST /v1/responses."""
+
+    store: bool = True
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: PositiveInt | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
     stream_options: StreamOptions | None = None
 
 
-# Fields that would change the answer and are refused, with the value that means "not asked for".
-UNSUPPORTED_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "container": (None,),
-    "mcp_servers": (None, []),
-    "n": (None, 1),
-}
-UNSUPPORTED_RESPONSES: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
-    "conversation": (None,),
-    "max_tool_calls": (None,),
-    "prompt": (None,),
-    "stop": (None, []),
-    "top_logprobs": (None, 0),
-    "truncation": (None, "disabled"),
-    "n": (None, 1),
-}
 # `include` values that ask for nothing this server has, or for what it always sends.
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 INCLUDES = (

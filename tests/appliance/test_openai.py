@@ -167,7 +167,7 @@ def test_stop_and_limits_end_an_answer(app: RunningApp, client: Any) -> None:
 @pytest.mark.parametrize(
     ("extra", "code", "param"),
     [
-        ({"n": 2}, "unsupported_parameter", "n"),
+        ({"n": 17}, "invalid_value", "n"),
         ({"temperature": 99}, "invalid_value", "temperature"),
         ({"messages": []}, "invalid_value", "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "invalid_value", "messages[0].role"),
@@ -286,10 +286,12 @@ def test_completion_logprobs_have_the_legacy_shape(client: Any) -> None:
 @pytest.mark.parametrize(
     ("extra", "code", "param"),
     [
-        ({"echo": True}, "unsupported_parameter", "echo"),
+        ({"echo": True, "logprobs": 1}, "unsupported_parameter", "logprobs"),
         ({"suffix": "x"}, "unsupported_parameter", "suffix"),
         ({"best_of": 3}, "unsupported_parameter", "best_of"),
-        ({"prompt": ["a", "b"]}, "unsupported_parameter", "prompt"),
+        ({"prompt": ["a"] * 129}, "invalid_value", "prompt"),
+        ({"prompt": ["a", ""]}, "invalid_value", "prompt[1]"),
+        ({"prompt": [[1], [2, 10**6]]}, "invalid_value", "prompt[1][1]"),
         ({"prompt": ""}, "invalid_value", "prompt"),
         ({"prompt": [1, 10**6]}, "invalid_value", "prompt[1]"),
         ({"stop_token_ids": [-1]}, "invalid_value", "stop_token_ids"),
