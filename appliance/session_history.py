@@ -16,7 +16,7 @@ from appliance.api.wire_sessions import Rollback
 from appliance.errors import ApiError
 from appliance.races import racing
 from appliance.services import DEFAULT_TENANT, Services
-from appliance.session_settings import check_imported
+from appliance.session_settings import check_imported, fitting
 from engine.errors import EngineError
 from sessions.export import export_lines, import_lines
 from sessions.history import rollback
@@ -75,8 +75,9 @@ class SessionHistory:
             now_ms=services.clock_ms(),
             vocab_size=services.assets.vocab_size,
         )
-        session = replace(session, model=services.check_model(session.model))
-        check_imported(session.settings)
+        settings = fitting(session.settings, services.max_context_len)
+        session = replace(session, model=services.check_model(session.model), settings=settings)
+        check_imported(settings)
         services.thinking_options(session.settings.reasoning.effort)
         services.toolset(session.settings.tools)
         check_fits(session, services.context_limit(session), "body")

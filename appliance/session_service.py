@@ -22,7 +22,7 @@ from appliance.races import racing
 from appliance.reasoning_history import reasoning_wire
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_history import check_fits, release_kv
-from appliance.session_settings import changed_settings, new_settings
+from appliance.session_settings import changed_settings, check_context, new_settings
 from appliance.session_views import page_wire
 from appliance.text_limits import check_can_fit, num_chars, off_loop
 from appliance.turns import TurnService
@@ -53,6 +53,7 @@ class SessionService:
         toolset = services.toolset(body.tools or [])
         parse_tool_choice(body.tool_choice, toolset)
         settings = new_settings(body, services.config.sessions.expires_after_ms)
+        check_context(settings, services.max_context_len)
         owner = tenant or DEFAULT_TENANT
         await services.check_quota(owner, new_sessions=1)
         if body.parent_session_id is not None:
@@ -110,13 +111,15 @@ class SessionService:
         self, tenant: str | None, session_id: str, body: SessionUpdate
     ) -> dict[str, Any]:
         """Change mutable fields; `x_invalidated_tokens` says how much KV that costs."""
-        changes = changed_settings(body)
 
         async def once() -> dict[str, Any]:
             services = self._services
             old = await services.store.get(session_id, tenant=tenant)
+            changes = changed_settings(body, old.settings)
             now_ms = services.clock_ms()
             session = old.update(now_ms, settings=changes, metadata=body.metadata)
+            if "context" in changes:
+                check_context(session.settings, services.max_context_len)
             head, old_head = services.head_of(session), services.head_of(old)
             if "tools" in changes or "tool_choice" in changes:
                 parse_tool_choice(session.settings.tool_choice, head.toolset)

@@ -44,8 +44,12 @@ class HoldTimes:
     l3_ms: int = 86_400_000
 
     @classmethod
-    def parse(cls, raw: object, *, path: str = "cache.hold") -> HoldTimes:
-        """From `{"l1": "30s", "l2": "60m", "l3": "24h"}`; a tier left out keeps its default."""
+    def parse(
+        cls, raw: object, now: HoldTimes | None = None, *, path: str = "cache.hold"
+    ) -> HoldTimes:
+        """From `{"l1": "30s", "l2": "60m", "l3": "24h"}`; a tier left out stays as it is in `now`,
+        or gets its default.
+        """
         if not isinstance(raw, dict):
             raise SettingError(f"{path}: expected an object, got {raw!r}", param=path)
         times: dict[str, int] = {}
@@ -53,7 +57,7 @@ class HoldTimes:
             if tier not in TIERS:
                 raise SettingError(f"{path}.{tier}: unknown tier (l1, l2, l3)", param=path)
             times[f"{tier}_ms"] = parse_duration(text, path=f"{path}.{tier}")
-        return cls(**times)
+        return replace(now or cls(), **times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,13 +95,16 @@ class SessionCreate(StrictBody):
 
 
 class SessionUpdate(StrictBody):
-    """POST /v1/sessions/{id}: the fields that may change; absent ones stay."""
+    """POST /v1/sessions/{id}: the fields that may change; absent ones stay, nested ones too.
+
+    `instructions: null` takes them away, and a null in `metadata` its key.
+    """
 
     instructions: str | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning: ReasoningBody | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str | None] | None = None
     cache: CacheBody | None = None
     context: ContextBody | None = None
     on_conflict: Literal["reject", "queue", "interrupt"] | None = None

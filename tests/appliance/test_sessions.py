@@ -139,6 +139,57 @@ def test_harmless_updates_invalidate_nothing(app: RunningApp) -> None:
     assert app.turn(session_id, "b")["cache"]["miss"] is None
 
 
+def test_what_an_update_leaves_out_stays_inside_of_nested_settings_too(app: RunningApp) -> None:
+    context = {"max_tokens": 900, "on_overflow": "truncate_oldest", "compact_at": 0.8}
+    session_id = app.session(
+        context=context,
+        cache={"hold": {"l1": "10s", "l2": "2h"}},
+        metadata={"a": "1", "b": "2"},
+        instructions="Be brief.",
+    )
+    path = f"/v1/sessions/{session_id}"
+    before = app.get(path).json()
+    body = {
+        "context": {"on_overflow": "error"},
+        "cache": {"hold": {"l1": "20s"}},
+        "reasoning": {"history": "drop_before_last_user"},
+        "metadata": {"b": None, "c": "3"},
+    }
+    after = app.post(path, body).json()
+    assert after["context"] == {**before["context"], "on_overflow": "error"}
+    assert after["context"]["max_tokens"] == 900 and after["context"]["compact_at"] == 0.8
+    assert after["cache"]["hold"] == {**before["cache"]["hold"], "l1": "20s"}
+    assert after["metadata"] == {"a": "1", "c": "3"}
+    assert after["instructions"] == "Be brief."
+    # null unsets what may be unset.
+    after = app.post(path, {"context": {"max_tokens": None}, "instructions": None}).json()
+    assert after["context"]["max_tokens"] is None and after["instructions"] is None
+    ids = app.get(f"{path}/tokens").json()["token_ids"]
+    assert "Be brief." not in default_assets().tokenizer.decode(ids, with_control=True)
+    assert app.turn(session_id, "x")["status"] == "completed"
+
+
+def test_a_context_that_the_model_cannot_hold_is_refused_and_an_import_gets_what_there_is(
+    tmp_path: Path,
+) -> None:
+    with RunningApp(tmp_path, max_context_len=1000) as app:
+        body = {"model": "default", "context": {"max_tokens": 1001}}
+        reply = app.post("/v1/sessions", body)
+        assert app.error(reply) == (400, "invalid_setting", "context.max_tokens")
+        message = reply.json()["error"]["message"]
+        assert "1001" in message and "1000" in message
+        session_id = app.session(context={"max_tokens": 1000})
+        path = f"/v1/sessions/{session_id}"
+        assert app.error(app.post(path, {"context": {"max_tokens": 1001}}))[1] == "invalid_setting"
+        assert app.get(path).json()["context"]["max_tokens"] == 1000
+        lines = app.get(f"{path}/export").content.replace(
+            b'"max_tokens":1000', b'"max_tokens":5000'
+        )
+        assert b"5000" in lines
+        imported = app.http.post("/v1/sessions/import", content=lines).json()
+        assert imported["context"]["max_tokens"] == 1000
+
+
 def test_the_cache_view_tells_what_is_resident_and_why_a_turn_missed(app: RunningApp) -> None:
     session_id = app.session()
     app.turn(session_id, "an only question")

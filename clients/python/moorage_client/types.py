@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Generated from openapi.json (sha256 e4c2762373971f9b) by clients/generate.py; do not edit.
+# Generated from openapi.json (sha256 475a3a7e1c046de8) by clients/generate.py; do not edit.
 
 from __future__ import annotations
 
@@ -534,14 +534,16 @@ class SessionPage(TypedDict):
 
 class SessionUpdate(TypedDict):
     """
-    POST /v1/sessions/{id}: the fields that may change; absent ones stay.
+    POST /v1/sessions/{id}: the fields that may change; absent ones stay, nested ones too.
+
+    `instructions: null` takes them away, and a null in `metadata` its key.
     """
 
     cache: NotRequired[CacheBody | None]
     context: NotRequired[ContextBody | None]
     expires_after: NotRequired[str | None]
     instructions: NotRequired[str | None]
-    metadata: NotRequired[dict[str, str] | None]
+    metadata: NotRequired[dict[str, str | None] | None]
     on_conflict: NotRequired[Literal["reject", "queue", "interrupt"] | None]
     on_disconnect: NotRequired[Literal["continue", "cancel"] | None]
     priority: NotRequired[int | None]
