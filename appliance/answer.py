@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One answer of the model as it comes: token ids -> bytes -> parse events, one token at a time.
 
-Taking the tokens singly makes the events a function of the ids alone: an answer that is read
-again after a crash yields the same events under the same numbers. Does not know: the engine's
-protocol, SSE, sessions.
+Taking the tokens singly makes what is counted (which tokens an item has, how many were reasoning)
+a function of the ids alone; neighbouring deltas of tokens that came together become one event.
+Does not know: the engine's protocol, SSE, sessions.
 """
 
 from __future__ import annotations
 
 import codecs
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.text.detokenizer import Detokenizer
@@ -80,8 +80,34 @@ class AnswerReader:
         if not data:
             return []
         events = self._parse(data)
-        self.num_reasoning += any(isinstance(event, parsed.ReasoningDelta) for event in events)
+        for event in events:
+            if isinstance(event, parsed.ReasoningDelta):
+                self.num_reasoning += 1
+                break
         return events
+
+    def take(self, token_ids: Iterable[int]) -> list[tuple[parsed.Event, int]]:
+        """Take tokens that came together, up to a stop string.
+
+        Returns their events, neighbouring deltas of one kind as one, each with how many tokens the
+        answer had when it began.
+        """
+        taken: list[tuple[parsed.Event, int]] = []
+        run: list[parsed.Event] = []
+        begun = 0
+        for token_id in token_ids:
+            if self._text_source.stop is not None:
+                break
+            for event in self.push(token_id):
+                if run and not (isinstance(event, parsed.DELTAS) and type(event) is type(run[0])):
+                    taken.append((parsed.joined(run), begun))
+                    run = []
+                if not run:
+                    begun = len(self.token_ids)
+                run.append(event)
+        if run:
+            taken.append((parsed.joined(run), begun))
+        return taken
 
     def finish(self, *, is_cut: bool) -> list[parsed.Event]:
         """No more tokens come. `is_cut`: not because the model was done."""
@@ -121,6 +147,8 @@ class AnswerReader:
 
     def _note(self, events: list[parsed.Event]) -> list[parsed.Event]:
         for event in events:
+            if isinstance(event, parsed.DELTAS):
+                continue
             if isinstance(event, parsed.ToolCallEnd):
                 self.has_calls = True
             elif isinstance(event, parsed.ParseProblem) and event.code == "truncated_call":

@@ -2,7 +2,8 @@
 """The numbered events of a turn: written once, replayed to any number of readers.
 
 Each event is framed for SSE when it is emitted and appended to a journal file, so a restarted
-API process hands out the very bytes, under the very numbers, that readers saw before the crash.
+API process hands out the very bytes, under the very numbers, that readers saw before the crash. How
+an answer is cut into deltas is chance (what came together is one); what they spell is not.
 (The journal is not synced: it outlives the process, not the machine. Where the disk takes no more,
 a turn goes on without it: its readers lose nothing, only a crash would.) Does not know: HTTP, what
 the events mean.
@@ -15,7 +16,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 CONTENT_PREFIX = "response."
 DELTA_SUFFIX = ".delta"
-DELTAS_EVERY_S = 0.015  # at most so often is a reader woken for deltas; everything else at once
 RECONNECT_MS = 1000
 EVENTS_SUFFIX, TOKENS_SUFFIX = ".events", ".ids"
 MEMORY_S = 15.0  # how long an ended turn's frames stay in memory
@@ -53,11 +53,12 @@ class TurnEvents:
     tokens: TokenJournal | None = None
     _journal_fd: int = -1
     _journal: Path | None = None  # None: there is none, or it was given up
-    _num_to_skip: int = 0  # content events that a resumed turn will emit again
+    # What a resumed turn will emit again: so many content events that are no deltas, and of each
+    # item's deltas so many characters (they are not cut as they were).
+    _num_to_skip: int = 0
+    _chars_to_skip: dict[str, int] = field(default_factory=dict)
     _seen_types: frozenset[str] = frozenset()  # before the crash this turn is taken up after
     _grown: asyncio.Event = field(default_factory=asyncio.Event)
-    _woken_s: float = 0.0
-    _is_wake_due: bool = False
 
     @property
     def has_terminal(self) -> bool:
@@ -67,7 +68,7 @@ class TurnEvents:
     @property
     def is_caught_up(self) -> bool:
         """All that readers saw of the answer before a restart has been made again."""
-        return self._num_to_skip == 0
+        return not self._num_to_skip and not self._chars_to_skip
 
     def told(self, event_type: str) -> list[dict[str, Any]]:
         """The bodies of all events of a type so far."""
@@ -75,14 +76,21 @@ class TurnEvents:
 
     def emit(self, event_type: str, fields: Mapping[str, Any]) -> None:
         """Append one event and wake the readers; what a resumed turn repeats is dropped."""
-        if self.is_closed or self.is_detached or self._is_repeated(event_type):
+        self.emit_all(((event_type, fields),))
+
+    def emit_all(self, events: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+        """Append events and wake the readers once."""
+        if self.is_closed or self.is_detached:
             return
-        frame = _frame(event_type, len(self.frames) + 1, self.session_id, self.turn_id, fields)
-        self._write(frame)
-        self.frames.append(frame)
-        if event_type.endswith(DELTA_SUFFIX):
-            self._wake_soon()
-        else:
+        frames = self.frames
+        num_old = len(frames)
+        for event_type, fields in events:
+            new = self._unheard(event_type, fields)
+            if new is not None:
+                number = len(frames) + 1
+                frames.append(_frame(event_type, number, self.session_id, self.turn_id, new))
+        if len(frames) > num_old:
+            self._write(b"".join(frames[num_old:]))
             self._wake()
 
     def close(self) -> None:
@@ -164,13 +172,35 @@ class TurnEvents:
         while not self.is_closed and not self.is_detached:
             await self._grown.wait()
 
-    def _is_repeated(self, event_type: str) -> bool:
-        if event_type.startswith(CONTENT_PREFIX):
-            if self._num_to_skip > 0:
-                self._num_to_skip -= 1
-                return True
-            return False
-        return event_type in ONCE_PER_TURN and event_type in self._seen_types
+    def _unheard(self, event_type: str, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """What of an event no reader of an earlier process was told; None: nothing."""
+        if not event_type.startswith(CONTENT_PREFIX):
+            is_known = event_type in ONCE_PER_TURN and event_type in self._seen_types
+            return None if is_known else fields
+        if event_type.endswith(DELTA_SUFFIX):
+            return self._unheard_delta(fields) if self._chars_to_skip else fields
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return None
+        return fields
+
+    def _unheard_delta(self, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        delta = str(fields["delta"])
+        num_told = self._chars_to_skip.pop(fields["item_id"], 0)
+        if num_told > len(delta):
+            self._chars_to_skip[fields["item_id"]] = num_told - len(delta)
+        return {**fields, "delta": delta[num_told:]} if num_told < len(delta) else None
+
+    def _skip_told(self) -> None:
+        """Skip what readers of an earlier process have of the answer."""
+        for frame in self.frames:
+            event_type = _event_type(frame)
+            if event_type.startswith(CONTENT_PREFIX) and event_type.endswith(DELTA_SUFFIX):
+                body = decode_frame(frame)
+                item_id, num_chars = body["item_id"], len(body["delta"])
+                self._chars_to_skip[item_id] = self._chars_to_skip.get(item_id, 0) + num_chars
+            elif event_type.startswith(CONTENT_PREFIX):
+                self._num_to_skip += 1
 
     def _open_journal(self, path: Path, num_bytes: int) -> None:
         """Go on behind the first `num_bytes` of a journal (a crash may have cut its last line)."""
@@ -205,18 +235,7 @@ class TurnEvents:
             os.close(self._journal_fd)
             self._journal_fd = -1
 
-    def _wake_soon(self) -> None:
-        """Wake the readers, but not for every delta of a fast model: those go out together."""
-        wait_s = self._woken_s + DELTAS_EVERY_S - time.monotonic()
-        if wait_s <= 0:
-            self._wake()
-        elif self.num_readers and not self._is_wake_due:
-            self._is_wake_due = True
-            asyncio.get_running_loop().call_later(wait_s, self._wake)
-
     def _wake(self) -> None:
-        self._is_wake_due = False
-        self._woken_s = time.monotonic()
         self._grown.set()
         self._grown = asyncio.Event()
 
@@ -295,9 +314,8 @@ class EventJournals:
         """Take up the events of a turn that an earlier API process left unfinished."""
         frames = self._read_frames(turn_id)
         events = TurnEvents(session_id, turn_id, frames)
-        types = [_event_type(frame) for frame in frames]
-        events._num_to_skip = sum(name.startswith(CONTENT_PREFIX) for name in types)
-        events._seen_types = frozenset(types)
+        events._seen_types = frozenset(map(_event_type, frames))
+        events._skip_told()
         events._open_journal(self._path(turn_id), sum(map(len, frames)))
         events.sampled = read_sampled(self._tokens_path(turn_id))
         events.tokens = TokenJournal(self._tokens_path(turn_id))

@@ -261,11 +261,13 @@ class TurnRun:
         if not self.first_token_s:
             self.first_token_s = time.monotonic()
             self.events.emit("turn.in_progress", {})
-        for token_id in decode_ids(item.token_ids):
-            if self.answer.is_stopped:
-                return
-            self.emit(self.response.take(self.answer.push(token_id)))
-        if self.answer.is_stopped:
+        num_known = len(self.answer.token_ids)
+        taken = self.answer.take(decode_ids(item.token_ids))
+        told: list[WireEvent] = []
+        for event, num_tokens in taken:
+            told += self._noted(self.response.take((event,)), num_tokens)
+        self.events.emit_all(told)
+        if self.answer.is_stopped and len(self.answer.token_ids) > num_known:
             await self.client.abort(self.turn_id)
 
     def _on_finished(self, item: api.Finished) -> None:
@@ -287,14 +289,18 @@ class TurnRun:
             self.events.note_end(ENDS.index((reason, cause)))
 
     def emit(self, events: list[WireEvent]) -> None:
-        """Number and send events of the answer, noting where whole items end."""
+        """Number and send events of the answer as far as it has come."""
+        self.events.emit_all(self._noted(events, len(self.answer.token_ids)))
+
+    def _noted(self, events: list[WireEvent], num_tokens: int) -> list[WireEvent]:
+        """Note that the whole items among these end with so many tokens of the answer."""
         for event_type, fields in events:
-            self.events.emit(event_type, fields)
             if event_type == "response.output_item.done" and self._is_whole(fields["item"]):
-                self.item_ends.append(len(self.answer.token_ids))
+                self.item_ends.append(num_tokens)
+        return events
 
     def _is_whole(self, item: dict[str, Any]) -> bool:
-        return bool(self.response.items) and self.response.items[-1].id == item["id"]
+        return any(known.id == item["id"] for known in reversed(self.response.items))
 
 
 def _is_unknown(item: StreamItem) -> bool:

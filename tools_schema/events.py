@@ -9,6 +9,7 @@ Indexes are dense and start at 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -64,3 +65,20 @@ class ParseProblem:
 
 
 Event = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArgs | ToolCallEnd | ParseProblem
+DELTAS = (TextDelta, ReasoningDelta, ToolCallArgs)
+
+
+def joined(deltas: Sequence[Event]) -> Event:
+    """Return neighbouring deltas of one kind as one; an event alone is itself."""
+    first = deltas[0]
+    if len(deltas) > 1:
+        match first:
+            case ToolCallArgs():
+                text = "".join(event.delta for event in deltas if isinstance(event, ToolCallArgs))
+                return ToolCallArgs(first.index, text)
+            case TextDelta():
+                return TextDelta("".join(e.text for e in deltas if isinstance(e, TextDelta)))
+            case ReasoningDelta():
+                text = "".join(e.text for e in deltas if isinstance(e, ReasoningDelta))
+                return ReasoningDelta(text)
+    return first

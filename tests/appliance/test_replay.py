@@ -10,11 +10,12 @@ import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
-from appliance.turn_events import EventJournals
+from appliance.turn_events import EventJournals, decode_frame
 from tests.fakes.appliance import Json, RunningApp, says, sse_events
 
 
@@ -158,7 +159,7 @@ def test_a_journal_reads_back_byte_for_byte_without_a_line_the_crash_cut(tmp_pat
     journals = EventJournals(tmp_path, replay_s=60)
     events = journals.create("sess_a", "turn_a")
     events.emit("turn.created", {})
-    events.emit("response.output_text.delta", {"delta": "a\n\nb"})
+    events.emit("response.output_text.delta", {"item_id": "item_a", "delta": "a\n\nb"})
     frames = list(events.frames)
     path = tmp_path / "turn_a.events"
     path.write_bytes(path.read_bytes() + b"id: 3\nevent: response.outp")
@@ -166,10 +167,63 @@ def test_a_journal_reads_back_byte_for_byte_without_a_line_the_crash_cut(tmp_pat
     assert again.frames == frames
     # What a resumed turn says again is dropped; what is new goes on under the next number.
     again.emit("turn.created", {})
-    again.emit("response.output_text.delta", {"delta": "a\n\nb"})
-    again.emit("response.output_text.delta", {"delta": "c"})
+    again.emit("response.output_text.delta", {"item_id": "item_a", "delta": "a\n\nb"})
+    again.emit("response.output_text.delta", {"item_id": "item_a", "delta": "c"})
     assert again.frames[:-1] == frames
     assert json.loads(again.frames[-1].split(b"data: ")[1])["sequence_number"] == 3
+
+
+def cut(text: str, sizes: list[int]) -> list[str]:
+    """The text in pieces of these sizes, the rest in one."""
+    pieces: list[str] = []
+    for size in sizes:
+        pieces, text = [*pieces, text[:size]], text[size:]
+    return [piece for piece in (*pieces, text) if piece]
+
+
+def answer_events(sizes: list[int]) -> list[tuple[str, Json]]:
+    """Reasoning and an answer, each in deltas as `sizes` cut them."""
+    out: list[tuple[str, Json]] = []
+    for kind, item_id, text in (
+        ("reasoning_text", "item_a", "A thought, \U0001f9ed."),
+        ("output_text", "item_b", "The answer to all."),
+    ):
+        out.append(("response.output_item.added", {"item": {"id": item_id}}))
+        deltas = cut(text, sizes)
+        out += [(f"response.{kind}.delta", {"item_id": item_id, "delta": d}) for d in deltas]
+        out.append(("response.output_item.done", {"item": {"id": item_id}}))
+    return out
+
+
+@pytest.mark.parametrize("num_told", range(12))
+@pytest.mark.parametrize("again_sizes", [[], [1] * 9, [4, 4], [3, 5, 1], [11]])
+def test_a_turn_taken_up_goes_on_in_mid_delta_where_its_tokens_come_in_other_batches(
+    tmp_path: Path, num_told: int, again_sizes: list[int]
+) -> None:
+    journals = EventJournals(tmp_path, replay_s=60)
+    events = journals.create("sess_a", "turn_a")
+    for event in answer_events([3, 5, 2])[:num_told]:
+        events.emit(*event)
+    again = EventJournals(tmp_path, replay_s=60).reopen("sess_a", "turn_a")
+    told = list(again.frames)
+    again.emit_all(answer_events(again_sizes))
+    assert again.is_caught_up and again.frames[:num_told] == told == events.frames
+    bodies = [decode_frame(frame) for frame in again.frames]
+    assert [body["sequence_number"] for body in bodies] == list(range(1, len(bodies) + 1))
+    spelled = [(b["type"], b.get("item_id"), b.get("delta")) for b in bodies]
+    whole = [(name, f.get("item_id"), f.get("delta")) for name, f in answer_events([])]
+    assert merged(spelled) == whole
+
+
+def merged(events: list[tuple[str, str | None, str | None]]) -> list[tuple[str, Any, Any]]:
+    """The events with neighbouring deltas of one item as one."""
+    out: list[tuple[str, Any, Any]] = []
+    for name, item_id, delta in events:
+        if delta is not None and out and out[-1][:2] == (name, item_id):
+            out[-1] = (name, item_id, out[-1][2] + delta)
+        else:
+            out.append((name, item_id, delta))
+    return out
 
 
 def test_an_ended_turn_leaves_memory_soon_and_is_read_back_from_its_file(tmp_path: Path) -> None:
