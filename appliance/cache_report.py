@@ -9,14 +9,17 @@ the engine's protocol, stores, HTTP.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.api import CacheHit
+from sessions.session import Session, SuspendedKv
 from sessions.turn_log import Record, TurnLog
 
 REPORT = "report"  # key in Record.params under which a turn keeps what this module reads
 EVICTED = "evicted"
+SUSPENDED = "suspended"
+PART_PAGE = "part_page"  # lower tiers keep whole pages; the last, partly filled one is in L1 alone
 ENGINE_RESTARTED = "engine_restarted"
 MODEL_CHANGED = "model_changed"
 HEAD_CHANGED = "settings_changed"
@@ -31,6 +34,8 @@ class Expectation:
     tokens: int = 0
     engine_instance: str = ""
     known_reason: str = ""  # set where the history was rewritten on purpose
+    suspended: SuspendedKv | None = None  # what the last suspend of the session left
+    page_size: int = 1
 
 
 def expected_reuse(log: TurnLog) -> Expectation:
@@ -55,6 +60,11 @@ def expected_reuse(log: TurnLog) -> Expectation:
     return Expectation(tokens=tokens, engine_instance=instance, known_reason=reason)
 
 
+def of_session(expected: Expectation, session: Session, page_size: int) -> Expectation:
+    """The same, with what else is known of the session."""
+    return replace(expected, suspended=session.suspended, page_size=page_size)
+
+
 def explain_miss(
     expected: Expectation,
     hit: CacheHit,
@@ -72,12 +82,23 @@ def explain_miss(
     missed = expected.tokens - found
     if missed <= 0:
         return None
-    is_restarted = bool(expected.engine_instance) and expected.engine_instance != engine_instance
     return {
-        "reason": ENGINE_RESTARTED if is_restarted else EVICTED,
+        "reason": _reason(expected, hit, engine_instance),
         "first_diverging_item": first_item_after(records, found),
         "missed_tokens": missed,
     }
+
+
+def _reason(expected: Expectation, hit: CacheHit, engine_instance: str) -> str:
+    """Why less was found than some turn has computed."""
+    found, suspended = hit.l1 + hit.l2 + hit.l3, expected.suspended
+    is_since = suspended is not None and expected.tokens <= suspended.num_tokens
+    if is_since and suspended is not None and found >= suspended.kept_tokens:
+        return SUSPENDED
+    if expected.engine_instance and expected.engine_instance != engine_instance:
+        return ENGINE_RESTARTED
+    is_part = expected.tokens - found == expected.tokens % expected.page_size
+    return PART_PAGE if is_part and hit.l2 + hit.l3 else EVICTED
 
 
 def first_item_after(records: Sequence[Record], num_tokens: int) -> str | None:

@@ -61,8 +61,10 @@ expected, and the `miss`), `x_grammar_fallback` (tools whose grammar is looser t
 A stream that ends because the appliance stops, and not the turn, has one last frame without a
 number: `stream.reconnect` with `starting_after` and `retry_after_ms`. The rest is to be had there.
 
-A miss has a `reason` (`evicted`, `engine_restarted`, `model_changed`, `settings_changed`,
-`compacted`, `reasoning_dropped`), the `first_diverging_item` and `missed_tokens`.
+A miss has a `reason`, the `first_diverging_item` and `missed_tokens`. Reasons: `evicted`;
+`part_page` (lower tiers keep whole pages, the last tokens were in L1 alone); `suspended` (what a
+suspend did not keep); `engine_restarted`; `model_changed`, `settings_changed`, `compacted`,
+`reasoning_dropped` (the history became another).
 
 ## The events of a session, and of the cache
 

@@ -19,6 +19,7 @@ from appliance.services import Services
 from appliance.tier_facts import TierWatch
 from engine.api import CacheHit
 from engine.errors import EngineError
+from sessions.errors import SessionError
 from sessions.session import SUSPENDED, Session
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Parking:
         hit = await self._move(session, tier)
         logger.info("session suspended", extra={"session_id": session_id})
         kept_tokens = hit.l1 + hit.l2 + hit.l3
+        await self._note_kept(session, kept_tokens)
         return {
             **turn_view.session_wire(session),
             "tier": None if tier == "none" else tier,
@@ -95,6 +97,21 @@ class Parking:
             "recompute_tokens": session.num_tokens - restored,
             "resident": {"l1": hit.l1, "l2": hit.l2, "l3": hit.l3},
         }
+
+    async def _note_kept(self, session: Session, kept_tokens: int) -> None:
+        """Remember how much a suspend kept: a later miss of the rest is no eviction."""
+        store = self._services.store
+
+        async def note() -> None:
+            now = await store.get(session.id)
+            if now.suspended is not None and now.suspended == session.suspended:
+                kept = replace(now.suspended, kept_tokens=kept_tokens)
+                await store.update(replace(now, suspended=kept))
+
+        try:
+            await racing(note)
+        except SessionError as error:
+            logger.info("not noted: %s", error, extra={"session_id": session.id})
 
     async def _restore(self, session: Session) -> CacheHit:
         """Bring up what this engine knows of; what only a store may know of, a prefill asks for.

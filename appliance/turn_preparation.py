@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from appliance.api.wire_sessions import TurnCreate
-from appliance.cache_report import expected_reuse
+from appliance.cache_report import expected_reuse, of_session
 from appliance.errors import ApiError
 from appliance.grammars import GrammarQuestion
 from appliance.services import Services
@@ -139,6 +139,8 @@ def build_run(
     """Put together what a turn needs while it runs; the same before and after a restart."""
     params = TurnParams.from_stored(pending.params)
     toolset = services.head_of(session).toolset
+    hello = services.client.hello
+    page_size = hello.page_size if hello is not None else 1
     return TurnRun(
         pending=pending,
         params=params,
@@ -154,7 +156,7 @@ def build_run(
         client=services.client,
         records=log.records,
         history=log.token_ids,
-        expected=expected_reuse(log),
+        expected=of_session(expected_reuse(log), session, page_size),
         tenant=session.tenant,
         salt=services.salt_of(session.tenant),
         priority=session.settings.priority,

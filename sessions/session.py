@@ -70,6 +70,14 @@ class UsageTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SuspendedKv:
+    """A suspend gave up the KV of a history but for its first `kept_tokens`."""
+
+    num_tokens: int
+    kept_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """See the module docstring for the invariants."""
 
@@ -91,6 +99,7 @@ class Session:
     num_items: int = 0
     open_calls: tuple[OpenCall, ...] = ()
     partial_outputs: tuple[PartialOutput, ...] = ()
+    suspended: SuspendedKv | None = None  # what its last suspend left of its KV
     current_turn: str | None = None
     last_turn: str | None = None
     usage: UsageTotals = field(default_factory=UsageTotals)
@@ -269,7 +278,8 @@ class Session:
     def suspend(self, now_ms: int) -> Session:
         """Mark its KV as given up; the next turn resumes it. Raises `TurnInProgress`."""
         self.check_ready(now_ms)
-        return self.touched(now_ms, status=SUSPENDED)
+        given_up = SuspendedKv(num_tokens=self.num_tokens)
+        return self.touched(now_ms, status=SUSPENDED, suspended=given_up)
 
     def resume(self, now_ms: int) -> Session:
         """Back from suspension; anything else stays as it is. Raises `SessionExpired`."""

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
+from sessions.token_codec import encode_ids
 from sessions.ttl import Sweeper
 from tests.fakes.appliance import RunningApp, says, sse_events
 
@@ -54,6 +56,50 @@ def test_a_turn_resumes_a_suspended_session_by_itself(app: RunningApp) -> None:
     assert app.get(f"/v1/sessions/{session_id}").json()["status"] == "idle"
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_what_a_suspend_did_not_keep_is_no_eviction(
+    tmp_path: Path, is_resumed: bool, is_restarted: bool
+) -> None:
+    with RunningApp(tmp_path) as app:
+        session_id, num_tokens = with_history(app)
+        kept = app.post(f"/v1/sessions/{session_id}/suspend").json()["kept_tokens"]
+        if is_restarted:
+            app.engine.restart(keep_lower_tiers=True)
+        if is_resumed and not is_restarted:  # else the restored rest is computed there and then
+            app.post(f"/v1/sessions/{session_id}/resume")
+        child = app.post(f"/v1/sessions/{session_id}/fork", {}).json()["data"][0]["id"]
+        for owner in (child, session_id):
+            miss = app.turn(owner, "and?")["cache"]["miss"]
+            if owner == session_id and miss is None:
+                continue  # the child has computed it for both
+            assert (miss["reason"], miss["missed_tokens"]) == ("suspended", num_tokens - 1 - kept)
+        # It has been computed since: what is missing now went otherwise.
+        assert app.turn(session_id, "more")["cache"]["miss"] is None
+        app.engine.drop_cache()
+        assert app.turn(session_id, "more")["cache"]["miss"]["reason"] == "evicted"
+
+
+def test_what_goes_of_what_a_suspend_kept_is_an_eviction(tmp_path: Path) -> None:
+    with RunningApp(tmp_path) as app:
+        session_id, num_tokens = with_history(app)
+        app.post(f"/v1/sessions/{session_id}/suspend")
+        app.engine.drop_cache()
+        miss = app.turn(session_id, "and?")["cache"]["miss"]
+        assert (miss["reason"], miss["missed_tokens"]) == ("evicted", num_tokens - 1)
+
+
+def test_the_part_of_a_page_that_lower_tiers_do_not_keep_is_named_so(tmp_path: Path) -> None:
+    with RunningApp(tmp_path) as app:
+        session_id, num_tokens = with_history(app)
+        tokens = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
+        moved = app.services.client.move_prefix(encode_ids(tokens), "l2")
+        asyncio.run_coroutine_threadsafe(moved, app.loop).result(10)
+        miss = app.turn(session_id, "and?")["cache"]["miss"]
+        part = num_tokens - 1 - num_tokens // 64 * 64
+        assert part > 0 and (miss["reason"], miss["missed_tokens"]) == ("part_page", part)
+
+
 def test_without_lower_tiers_the_kv_is_given_up_and_computed_again(app: RunningApp) -> None:
     app.engine.tier_states = {"l1": "up", "l2": "off", "l3": "off"}
     tiers = app.asgi.state.context.parking._tiers
@@ -65,7 +111,8 @@ def test_without_lower_tiers_the_kv_is_given_up_and_computed_again(app: RunningA
         back = app.post(f"/v1/sessions/{session_id}/resume").json()
         assert (back["restored_tokens"], back["recompute_tokens"]) == (0, num_tokens)
         turn = app.turn(session_id, "and?")
-        assert turn["cache"]["miss"]["reason"] == "evicted"
+        miss = turn["cache"]["miss"]
+        assert (miss["reason"], miss["missed_tokens"]) == ("suspended", num_tokens - 1)
     finally:
         app.engine.tier_states = {"l1": "up", "l2": "up", "l3": "up"}
         tiers._facts = None
