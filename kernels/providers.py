@@ -17,6 +17,7 @@ REFERENCE_MODULES = (
     "attention",
     "bitmask",
     "draw",
+    "edit",
     "linear",
     "llama",
     "mla",

@@ -30,6 +30,7 @@ Fn = TypeVar("Fn", bound=Callable[..., Any])
 class Priority(enum.IntEnum):
     """Bands, low to high. Within a band the later registration wins, so a plugin can refine one."""
 
+    TRIAL = -10  # not yet run on the device it is for: chosen by an override alone
     REFERENCE = 0  # plain torch: the ground truth
     PORTABLE = 10  # compiled, any CPU or GPU
     PERFORMANT = 20  # needs a feature level that most machines have

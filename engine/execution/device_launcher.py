@@ -25,20 +25,25 @@ from numpy.typing import NDArray
 
 from engine.execution.batch import ForwardBatch
 from engine.execution.device_clock import DeviceStream
+from engine.execution.device_logprobs import LogprobsLater
 from engine.execution.device_sampler import (
     NUM_PARAMS,
+    SLOT,
+    TOP_P,
+    EditTables,
     SlotMasks,
     fill_params,
+    has_edits,
     is_greedy,
+    sample_edited_rows,
     sample_rows,
-    wants_host,
+    sample_slots,
 )
 from engine.execution.graphs import GraphSet
 from engine.execution.host_ring import HostRing
 from engine.execution.steps import Step, StepResult
 from engine.models.model import PagedModel, StepRows
 from engine.sampling.params import SampleBatch, Sampled
-from engine.sampling.sampler import sample
 from kernels.ops.page_copy import copy_pages
 from kernels.ops.step_ids import feed_ids
 
@@ -105,8 +110,13 @@ class DeviceLauncher:
         self._counting = torch.arange(limits.max_rows + 1, dtype=torch.int32, device=device)
         self._slot_masks = SlotMasks(sample_slots, vocab)
         self._ring = HostRing(
-            device, limits.max_tokens + 4 * limits.table_width, limits.max_rows, -(-vocab // 32)
+            device,
+            limits.max_tokens + 4 * limits.table_width,
+            limits.max_rows,
+            -(-vocab // 32),
+            NUM_PARAMS,
         )
+        self._edits: EditTables | None = None
         self._stream = DeviceStream(device)
         self._graphs = GraphSet(None if limits.eager else self._stream.cuda_stream)
 
@@ -118,6 +128,7 @@ class DeviceLauncher:
                 self._graphs.add(("forward", size), partial(self._decode, size))
                 for draws in (False, True):
                     self._graphs.add(("sample", size, draws), partial(self._sample, size, draws))
+                self._sample_edited(size)
             self._warm_up_prefill()
         self._stream.synchronise()
 
@@ -211,7 +222,8 @@ class DeviceLauncher:
         self._decode_inputs[size][MAPPING] = place
         self._decode_inputs[size][SLOTS] = self._sentinel
         self._params[size].zero_()
-        self._params[size][1] = self._sentinel
+        self._params[size][SLOT] = self._sentinel
+        self._params[size][TOP_P] = 1.0
 
     def _decode(self, size: int) -> None:
         """The captured forward: `size` rows of one token, from the bucket's own buffer."""
@@ -276,20 +288,30 @@ class DeviceLauncher:
         if not rows:
             return lambda: None
         batch.mask_ready.wait()
-        if wants_host(rows):
-            return self._sample_on_host(batch, logit_rows)
-        size = self._bucket(len(rows))
-        slots, masks = self._slot_masks.changed(batch)
+        size, num = self._bucket(len(rows)), len(rows)
+        places = sample_slots(batch, self._sentinel)
+        slots, masks = self._slot_masks.changed(batch, places)
         if len(slots):
             self._masks[self._ring.upload(slots)] = self._ring.upload_masks(masks)
         params = self._ring.params(size)
-        fill_params(params.numpy(), batch, logit_rows, self._sentinel)
+        fill_params(params.numpy(), batch, places, logit_rows, self._sentinel)
         self._params[size].copy_(params, non_blocking=True)
-        draws = not is_greedy(rows)
-        self._graphs.run(("sample", size, draws), partial(self._sample, size, draws))
+        if self._edits is not None or any(has_edits(row) for row in rows):
+            self._hold_edits(batch, places)
+        if any(has_edits(row) for row in rows):
+            self._sample_edited(size)
+        else:
+            draws = not is_greedy(rows)
+            self._graphs.run(("sample", size, draws), partial(self._sample, size, draws))
         held = self._ring.token_ids(size)
         held.copy_(self._token_ids[size], non_blocking=True)
-        return lambda: Sampled(token_ids=held[: len(rows)].numpy().copy(), logprobs={})
+        logprobs = LogprobsLater(self._logits, rows, logit_rows, self._token_ids[size])
+
+        def finish() -> Sampled:
+            token_ids = held[:num].numpy().copy()
+            return Sampled(token_ids=token_ids, logprobs=logprobs.gather(token_ids.tolist()))
+
+        return finish
 
     def _sample(self, size: int, draws: bool) -> None:
         """The captured sampler."""
@@ -302,13 +324,33 @@ class DeviceLauncher:
             draws=draws,
         )
 
-    def _sample_on_host(self, batch: SampleBatch, logit_rows: Places) -> Later:
-        """Penalties, bias and logprobs live on the host: the logits go there, the ids come back."""
-        places = torch.from_numpy(logit_rows).to(self._logits.device)
-        sampled = sample(self._logits[places].cpu(), batch)
-        ids = torch.from_numpy(np.maximum(sampled.token_ids, 0)).to(self._logits.device)
-        self._next_ids[torch.from_numpy(batch.slots).to(ids.device)] = ids
-        return lambda: sampled
+    def _sample_edited(self, size: int) -> None:
+        """With penalties or a bias: a request in many, so not captured."""
+        sample_edited_rows(
+            self._logits,
+            self._params[size],
+            self._masks,
+            self._edit_tables(),
+            self._next_ids,
+            self._token_ids[size],
+        )
+
+    def _edit_tables(self) -> EditTables:
+        """8 bytes a slot and token of the vocabulary, once somebody needs them."""
+        if self._edits is None:
+            num_slots, vocab = self._masks.shape[0], self._model.vocab_size
+            self._edits = EditTables(num_slots, vocab, self._logits.device)
+        return self._edits
+
+    def _hold_edits(self, batch: SampleBatch, slots: Places) -> None:
+        tables = self._edit_tables()
+        for slot, row in tables.stale(batch, slots):
+            ids, counts = (np.empty(0, dtype=np.int64),) * 2
+            if row.penalties is not None:
+                ids, counts = row.penalties.state()
+            sent = self._ring.upload(np.stack([ids, 2 * counts + 1]))
+            bias = torch.from_numpy(row.bias).to(self._logits.device)
+            tables.hold(slot, sent[0], sent[1].int(), self._ring.upload(row.bias_ids), bias)
 
     def _warm_up_prefill(self) -> None:
         """Steps with a prefill row on the sentinels, of each kind for which kernels differ."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling where the logits are: one parameter buffer and one mask row a slot, nothing read back.
+"""Sampling where the logits are: one parameter buffer, and by slot a mask, counts and a bias.
 
-A row that wants penalties, a logit bias or logprobs is left to the host's sampler (see
-`wants_host`). Does not know: graphs, streams, requests.
+Nothing is read back before the tokens are. What a slot holds is sent when its request is another
+one, or its grammar has moved on; what is counted is counted on the device. A sample behind a draft
+has a slot of its own behind the sentinel's, for its mask and for the token nobody feeds back. Does
+not know: graphs, streams, requests.
 """
 
 from __future__ import annotations
@@ -16,39 +18,57 @@ from numpy.typing import NDArray
 from engine.sampling.params import RowSampling, SampleBatch, uniform
 from kernels.ops.bitmask import apply_bitmask
 from kernels.ops.draw import draw_tokens
+from kernels.ops.edit import RowEdits, edit_rows
 from kernels.ops.step_ids import greedy_rows
 
 # Rows of the parameter buffer, fp64 so that one upload carries ids and chances exactly.
-ROW, SLOT, TEMPERATURE, TOP_K, TOP_P, MIN_P, CHANCE, NUM_PARAMS = range(8)
+ROW, SLOT, TEMPERATURE, TOP_K, TOP_P, MIN_P, CHANCE, REPETITION, PRESENCE, FREQUENCY = range(10)
+NUM_PARAMS = 10
+_GREEDY = (0.0, 0.0, 1.0, 0.0, 0.0)  # TEMPERATURE to CHANCE
 
 
-def wants_host(rows: list[RowSampling]) -> bool:
-    """Whether a row's logits are edited by what only the host knows, or asked for."""
-    return any(
-        row.penalties is not None or row.bias_ids.size > 0 or row.num_logprobs >= 0 for row in rows
-    )
+def has_edits(row: RowSampling) -> bool:
+    """Whether a row's logits are changed by more than a mask."""
+    return row.penalties is not None or row.bias_ids.size > 0
 
 
 def is_greedy(rows: list[RowSampling]) -> bool:
     return all(row.is_greedy for row in rows)
 
 
+def sample_slots(batch: SampleBatch, sentinel: int) -> NDArray[np.int64]:
+    """Where each sample's mask and token are kept: its slot, or one behind the sentinel."""
+    if batch.draft_places is None or not batch.draft_places.any():
+        return batch.slots
+    is_behind = batch.draft_places > 0
+    slots: NDArray[np.int64] = np.where(is_behind, sentinel + is_behind.cumsum(), batch.slots)
+    return slots
+
+
 def fill_params(
-    params: NDArray[np.float64], batch: SampleBatch, logit_rows: NDArray[np.int64], sentinel: int
+    params: NDArray[np.float64],
+    batch: SampleBatch,
+    slots: NDArray[np.int64],
+    logit_rows: NDArray[np.int64],
+    sentinel: int,
 ) -> None:
     """Fill [NUM_PARAMS, S]; the tail behind the batch's rows samples row 0 for the sentinel."""
     num = len(batch.rows)
-    params[:, num:] = 0.0
+    params[:] = 0.0
     params[SLOT, num:] = sentinel
-    params[TOP_P, num:] = 1.0
+    params[TOP_P] = 1.0
+    params[REPETITION] = 1.0
     params[ROW, :num] = logit_rows
-    params[SLOT, :num] = batch.slots
+    params[SLOT, :num] = slots
     for place, row in enumerate(batch.rows):
         if row.is_greedy:
-            params[TEMPERATURE:, place] = (0.0, 0.0, 1.0, 0.0, 0.0)
-            continue
-        chance = uniform(row.seed, int(batch.positions[place]))
-        params[TEMPERATURE:, place] = (row.temperature, row.top_k, row.top_p, row.min_p, chance)
+            params[TEMPERATURE : CHANCE + 1, place] = _GREEDY
+        else:
+            chance = uniform(row.seed, int(batch.positions[place]))
+            drawn = (row.temperature, row.top_k, row.top_p, row.min_p, chance)
+            params[TEMPERATURE : CHANCE + 1, place] = drawn
+        if row.penalties is not None:
+            params[REPETITION:, place] = row.penalties.factors
 
 
 def sample_rows(
@@ -72,10 +92,43 @@ def sample_rows(
     if not draws:
         greedy_rows(logits, params[ROW], params[SLOT], masks, next_ids, token_ids)
         return
-    slots = params[SLOT].long()
     chosen = logits[params[ROW].long()]
     is_sound = torch.isfinite(chosen.amax(dim=-1))  # NaN spreads; -inf is a forbidden token
-    apply_bitmask(chosen, masks[slots])
+    apply_bitmask(chosen, masks[params[SLOT].long()])
+    _draw(chosen, is_sound, params, next_ids, token_ids)
+
+
+def sample_edited_rows(
+    logits: torch.Tensor,
+    params: torch.Tensor,
+    masks: torch.Tensor,
+    tables: EditTables,
+    next_ids: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> None:
+    """The same where a row has penalties or a bias; counts what it chose."""
+    edits = RowEdits(
+        rows=params[ROW],
+        slots=params[SLOT],
+        repetition=params[REPETITION].float(),
+        presence=params[PRESENCE].float(),
+        frequency=params[FREQUENCY].float(),
+        masks=masks,
+        counts=tables.counts,
+        bias=tables.bias,
+    )
+    chosen, is_sound = edit_rows(logits, edits)
+    _draw(chosen, is_sound, params, next_ids, token_ids)
+    tables.count(params[SLOT].long(), token_ids.long())
+
+
+def _draw(
+    chosen: torch.Tensor,
+    is_sound: torch.Tensor,
+    params: torch.Tensor,
+    next_ids: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> None:
     ids = draw_tokens(
         chosen,
         params[TEMPERATURE].float(),
@@ -85,7 +138,48 @@ def sample_rows(
         params[CHANCE],
     )
     token_ids.copy_(torch.where(is_sound, ids, -1))
-    next_ids[slots] = token_ids.clamp_min(0)
+    next_ids[params[SLOT].long()] = token_ids.clamp_min(0)
+
+
+class EditTables:
+    """What penalties and biases of each slot are made of, on the device; see `RowEdits`."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self.counts = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(num_slots, vocab_size, dtype=torch.float32, device=device)
+        self._held: list[RowSampling | None] = [None] * num_slots
+
+    def stale(self, batch: SampleBatch, slots: NDArray[np.int64]) -> list[tuple[int, RowSampling]]:
+        """Slots whose request is another one than the tables hold. From now on they hold it."""
+        found: list[tuple[int, RowSampling]] = []
+        for row, slot in zip(batch.rows, slots.tolist(), strict=True):
+            if has_edits(row) and self._held[slot] is not row:
+                self._held[slot] = row
+                found.append((slot, row))
+            elif not has_edits(row) and self._held[slot] is not None:
+                self._held[slot] = None  # its factors are neutral, its bias has to be
+                found.append((slot, row))
+        return found
+
+    def hold(
+        self,
+        slot: int,
+        ids: torch.Tensor,
+        counts: torch.Tensor,
+        bias_ids: torch.Tensor,
+        bias: torch.Tensor,
+    ) -> None:
+        """Fill a slot's rows; all on the device, ids int64."""
+        self.counts[slot] = 0
+        self.counts[slot, ids] = counts
+        self.bias[slot] = 0.0
+        self.bias[slot, bias_ids] = bias
+
+    def count(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Take note of sampled tokens [S], -1 for none."""
+        ids = token_ids.clamp_min(0)
+        before = self.counts[slots, ids]
+        self.counts[slots, ids] = torch.where(token_ids >= 0, (before | 1) + 2, before)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,11 +199,13 @@ class SlotMasks:
         self._num_words = -(-vocab_size // 32)
         self._held: list[_SlotMask | None] = [None] * num_slots
 
-    def changed(self, batch: SampleBatch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    def changed(
+        self, batch: SampleBatch, sample_slots: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         """Slots [n] and their new masks [n, words]. Requires: `batch.mask_ready` is set."""
         slots: list[int] = []
         masks: list[NDArray[np.int32]] = []
-        for place, (row, slot) in enumerate(zip(batch.rows, batch.slots.tolist(), strict=True)):
+        for place, (row, slot) in enumerate(zip(batch.rows, sample_slots.tolist(), strict=True)):
             grammar = None if batch.bitmask is None else batch.bitmask[place]
             bans_stops = int(batch.positions[place]) < row.min_new_tokens and row.stop_ids.size > 0
             held = self._held[slot]

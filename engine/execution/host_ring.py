@@ -20,16 +20,20 @@ NUM_SETS = 4
 class HostRing:
     """`advance` begins a step's set; the views handed out last until it comes round again."""
 
-    def __init__(self, device: torch.device, max_tokens: int, max_slots: int, words: int) -> None:
+    def __init__(
+        self, device: torch.device, max_tokens: int, max_rows: int, words: int, num_params: int
+    ) -> None:
         self._device = device
         self._is_pinned = device.type == "cuda"
         # A mixed step sends four numbers a token and four a row; page deltas are few.
-        num_ints = 4 * max_tokens + 16 * (max_slots + 1) + 64
+        num_ints = 4 * max_tokens + 16 * (max_rows + 1) + 64
         self._ints = [self._host(num_ints, torch.int32) for _ in range(NUM_SETS)]
-        self._longs = [self._host(3 * max_tokens + 8 * max_slots, torch.int64) for _ in self._ints]
-        self._words = [self._host(max_slots * words, torch.int32) for _ in self._ints]
-        self._params = [self._host(8 * max_slots, torch.float64) for _ in self._ints]
-        self._ids = [self._host(max_slots, torch.int32) for _ in self._ints]
+        self._longs = [self._host(3 * max_tokens + 8 * max_rows, torch.int64) for _ in self._ints]
+        self._words = [self._host(max_rows * words, torch.int32) for _ in self._ints]
+        self._num_params = num_params
+        size = num_params * max_rows
+        self._params = [self._host(size, torch.float64) for _ in self._ints]
+        self._ids = [self._host(max_rows, torch.int32) for _ in self._ints]
         self._turn = 0
         self._used = {"ints": 0, "longs": 0}
 
@@ -44,8 +48,9 @@ class HostRing:
         return self._take("ints", self._ints[self._turn], num).view(shape)
 
     def params(self, size: int) -> torch.Tensor:
-        """Room for fp64 [7, size]."""
-        return self._params[self._turn][: 7 * size].view(7, size)
+        """Room for fp64 [num_params, size]."""
+        num = self._num_params
+        return self._params[self._turn][: num * size].view(num, size)
 
     def token_ids(self, size: int) -> torch.Tensor:
         """Room for int32 [size], to download to."""

@@ -36,6 +36,16 @@ class Penalties:
         self._counts = np.zeros(len(seen), dtype=np.float32)  # in the output
         np.add.at(self._counts, np.searchsorted(seen, output_ids), 1)
 
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """(repetition, presence, frequency)."""
+        return float(self._repetition), float(self._presence), float(self._frequency)
+
+    def state(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Ids of prompt and output, and how often each is in the output."""
+        num = self._num_ids
+        return self._ids[:num], self._counts[:num].astype(np.int64)
+
     def apply(self, row: NDArray[np.float32]) -> None:
         """Penalise a row of logits [vocab] in place."""
         ids, counts = self._ids[: self._num_ids], self._counts[: self._num_ids]

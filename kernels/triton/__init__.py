@@ -2,6 +2,8 @@
 """Triton and Gluon kernels. Importing it registers them."""
 
 from kernels.triton import (
+    draw,
+    edit_rows,
     expert_choice,
     linear,
     mla,
@@ -16,6 +18,8 @@ from kernels.triton import (
 )
 
 __all__ = [
+    "draw",
+    "edit_rows",
     "expert_choice",
     "linear",
     "mla",

@@ -53,6 +53,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
         kv_pool_tokens=_PAGE * _PAGES,
         max_slots=_SLOTS,
         max_context_len=512,
+        speculation="ngram",  # room for its rows
     )
 
 
@@ -64,6 +65,7 @@ def _device_runner(config: EngineConfig) -> DeviceModelRunner:
         loaded.model,
         DevicePool(layout, _PAGES + 1, torch.device("cpu")),
         max_slots=_SLOTS,
+        max_rows=config.rows_per_step,
         max_tokens=64,
         max_context_len=512,
         model_fingerprint="tiny",
@@ -88,10 +90,22 @@ _KINDS: dict[str, dict[str, Any]] = {
     "grammar": {"grammar": _REGEX},
     "penalties": {"sampling": {"frequency_penalty": 1.5}},
     "logprobs": {"sampling": {"num_logprobs": 2}},
+    "all": {
+        "sampling": {
+            "repetition_penalty": 1.7,
+            "presence_penalty": -0.5,
+            "frequency_penalty": 0.25,
+            "logit_bias": {7: 2.5, 100: -100.0, 9: 1.0},
+            "temperature": 0.8,
+            "seed": 9,
+            "num_logprobs": 0,
+        }
+    },
+    "bias": {"sampling": {"logit_bias": {50: 3.0, 51: 3.0, 52: 3.0}}},
 }
 
 
-def _talk(runner: Any, run_dir: Path) -> dict[str, Collected]:
+def _talk(runner: Any, run_dir: Path, speculation: str = "none") -> dict[str, Collected]:
     said: dict[str, Collected] = {}
 
     async def work(client: EngineClient) -> None:
@@ -101,11 +115,19 @@ def _talk(runner: Any, run_dir: Path) -> dict[str, Collected]:
             said[kind] = await run(client, request)
 
         seeds = {kind: seed for seed, kind in enumerate(_KINDS)}
-        for kinds in (list(_KINDS)[:4], list(_KINDS)[4:]):
+        for kinds in (list(_KINDS)[:4], list(_KINDS)[4:8], list(_KINDS)[8:]):
             await asyncio.gather(*(one(kind, seeds[kind]) for kind in kinds))
 
     serve(
-        LiveEngine(str(run_dir), runner, max_slots=_SLOTS, token_budget=48, wait_grammar=True), work
+        LiveEngine(
+            str(run_dir),
+            runner,
+            max_slots=_SLOTS,
+            token_budget=48,
+            wait_grammar=True,
+            speculation=speculation,
+        ),
+        work,
     )
     return said
 
@@ -121,6 +143,15 @@ def test_both_launchers_sample_the_same_tokens(config: EngineConfig, tmp_path: P
         assert device.top_ids == host.top_ids
         assert device.logprob == pytest.approx(host.logprob, abs=1e-4)
     assert len({tuple(said.ids) for said in by_host.values()}) == len(_KINDS)
+
+
+def test_drafts_on_the_device_change_no_token(config: EngineConfig, tmp_path: Path) -> None:
+    """Masks and logprobs are those of each sample behind a draft, in every kind of request."""
+    runner = _device_runner(config)
+    without = _talk(runner, tmp_path / "none")
+    drafted = _talk(runner, tmp_path / "ngram", "ngram")
+    for kind in _KINDS:
+        assert drafted[kind].ids == without[kind].ids, kind
 
 
 def test_logits_are_those_of_the_host_for_every_bucket_and_in_mixed_steps(
