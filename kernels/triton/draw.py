@@ -35,25 +35,26 @@ def draw_tokens(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
     chance: torch.Tensor,
+    pieces: int = PIECES,
     room: int = ROOM,
 ) -> torch.Tensor:
     """Three launches; scratch of 64 KB a row."""
     num, vocab = logits.shape
     device = logits.device
-    peaks = torch.empty(num, PIECES, dtype=torch.float32, device=device)
-    places = torch.empty(num, PIECES, dtype=torch.int32, device=device)
-    masses = torch.empty(num, 2, PIECES, dtype=torch.float64, device=device)
-    counts = torch.empty(num, PIECES, dtype=torch.int32, device=device)
-    weights = torch.empty(num, PIECES, room, dtype=torch.float32, device=device)
-    ids = torch.empty(num, PIECES, room, dtype=torch.int32, device=device)
+    peaks = torch.empty(num, pieces, dtype=torch.float32, device=device)
+    places = torch.empty(num, pieces, dtype=torch.int32, device=device)
+    masses = torch.empty(num, 2, pieces, dtype=torch.float64, device=device)
+    counts = torch.empty(num, pieces, dtype=torch.int32, device=device)
+    weights = torch.empty(num, pieces, room, dtype=torch.float32, device=device)
+    ids = torch.empty(num, pieces, room, dtype=torch.int32, device=device)
     out = torch.empty(num, dtype=torch.int32, device=device)
-    block = min(1024, triton.next_power_of_2(triton.cdiv(vocab, PIECES)))
-    steps = triton.cdiv(vocab, PIECES * block)
+    block = min(1024, triton.next_power_of_2(triton.cdiv(vocab, pieces)))
+    steps = triton.cdiv(vocab, pieces * block)
     stride = logits.stride(0)
-    draw_peaks_kernel[(num, PIECES)](
-        logits, peaks, places, vocab, stride, PIECES=PIECES, BLOCK=block, STEPS=steps, num_warps=4
+    draw_peaks_kernel[(num, pieces)](
+        logits, peaks, places, vocab, stride, PIECES=pieces, BLOCK=block, STEPS=steps, num_warps=4
     )
-    draw_candidates_kernel[(num, PIECES)](
+    draw_candidates_kernel[(num, pieces)](
         logits,
         temperature,
         min_p,
@@ -64,7 +65,7 @@ def draw_tokens(
         ids,
         vocab,
         stride,
-        PIECES=PIECES,
+        PIECES=pieces,
         BLOCK=block,
         STEPS=steps,
         ROOM=room,
@@ -86,7 +87,7 @@ def draw_tokens(
         out,
         vocab,
         stride,
-        PIECES=PIECES,
+        PIECES=pieces,
         BLOCK=block,
         STEPS=steps,
         ROOM=room,

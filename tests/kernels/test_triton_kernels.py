@@ -58,6 +58,11 @@ def test_interpreted_kernels_of_a_decode_step_agree_with_their_references() -> N
     assert out.count("ok ") == 21
 
 
+def test_interpreted_sampling_kernels_choose_what_their_references_choose() -> None:
+    out = _run("tests.kernels.triton_sampling_interpreted", [], TRITON_INTERPRET="1")
+    assert out.count("ok ") == 7
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "instructions"),
@@ -68,6 +73,9 @@ def test_interpreted_kernels_of_a_decode_step_agree_with_their_references() -> N
         ("mla_portable", {"mma_sync": True}),
         ("mla_fp8", {"wgmma": True, "tma": True, "mma_sync": False, "bf16x2_scale": True}),
         ("mla_fp8_pair", {"wgmma": True, "tma": True, "mma_sync": False, "bf16x2_scale": True}),
+        ("draw_choose", {"mma_sync": False}),
+        ("draw_candidates", {"mma_sync": False}),
+        ("edit_rows", {"mma_sync": False}),
         ("moe_gate_up", {"mma_sync": True, "bf16x2_scale": True}),
     ],
 )

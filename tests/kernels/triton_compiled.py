@@ -43,6 +43,22 @@ TENSORS = {
     "topk_weights": "*fp32",
     "items": "*i32",
     "factors": "*fp32",
+    "temperatures": "*fp32",
+    "top_ks": "*i32",
+    "top_ps": "*fp32",
+    "min_ps": "*fp32",
+    "chances": "*fp64",
+    "peaks": "*fp32",
+    "places": "*i32",
+    "masses": "*fp64",
+    "counts": "*i32",
+    "weights": "*fp32",
+    "ids": "*i32",
+    "repetitions": "*fp32",
+    "presences": "*fp32",
+    "frequencies": "*fp32",
+    "masks": "*i32",
+    "bad": "*i32",
 }
 SCALARS = {"eps": "fp32", "scale_log2": "fp32", "scale": "fp32", "page_stride": "i64"}
 
@@ -54,6 +70,7 @@ def compile_one(
     warps: int,
     gluon: bool = False,
     boxes: dict[str, tuple[int, int]] | None = None,
+    types: dict[str, str] | None = None,
 ) -> Any:
     """Compile for sm_90 with 16-byte aligned tensors; names give the types, and the boxes of
     descriptors where `boxes` does not."""
@@ -74,7 +91,9 @@ def compile_one(
             rows, columns = (boxes or {}).get(name, default)
             signature[name] = f"tensordesc<{kind}[{rows}, {columns}],{layout!r}>"
         else:
-            signature[name] = TENSORS.get(name) or SCALARS.get(name, "i32")
+            signature[name] = (
+                (types or {}).get(name) or TENSORS.get(name) or SCALARS.get(name, "i32")
+            )
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
@@ -173,7 +192,33 @@ def mla_fp8_pair() -> Any:
     return _mla_fp8(mla_decode_fp8_pair_kernel, 7)
 
 
+_ROW = dict(PIECES=32, BLOCK=1024, STEPS=4)  # of 102,400 to 131,072 tokens
+
+
+def draw_candidates() -> Any:
+    from kernels.triton.draw_rows import draw_candidates_kernel
+
+    return compile_one(draw_candidates_kernel, {**_ROW, "ROOM": 256}, warps=4)
+
+
+def draw_choose() -> Any:
+    from kernels.triton.draw_rows import draw_choose_kernel
+
+    types = {"out": "*i32"}
+    return compile_one(draw_choose_kernel, {**_ROW, "ROOM": 256}, warps=8, types=types)
+
+
+def edit_rows() -> Any:
+    from kernels.triton.edit_rows import edit_rows_kernel
+
+    types = {"out": "*fp32", "rows": "*fp64", "slots": "*fp64"}
+    return compile_one(edit_rows_kernel, _ROW, warps=4, types=types)
+
+
 KERNELS = {
+    "draw_candidates": draw_candidates,
+    "draw_choose": draw_choose,
+    "edit_rows": edit_rows,
     "w4_rows": w4_rows,
     "dense_rows": dense_rows,
     "mla_fp8": mla_fp8,

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Child of test_triton_kernels.py: sampling kernels with TRITON_INTERPRET=1, on a CPU."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from kernels.ops.edit import RowEdits
+from kernels.reference import draw as reference_draw
+from kernels.reference import edit as reference_edit
+
+# temperature, top_k, top_p, min_p: greedy, free, each cut alone, and together
+ROWS = (
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.3, 0, 0.9, 0.0),
+    (1.0, 1, 0.5, 0.0),
+    (2.0, 0, 1.0, 0.05),
+    (0.9, 50, 0.8, 0.01),
+    (1.0, 10_000, 0.3, 0.2),
+)
+
+
+def draw_case(vocab: int, spread: float, seed: int) -> tuple[torch.Tensor, ...]:
+    """Rows of every kind, a seventh of the tokens forbidden."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(ROWS), vocab, generator=generator) * spread
+    logits[:, ::7] = float("-inf")
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*ROWS, strict=True))
+    chance = torch.rand(len(ROWS), generator=generator, dtype=torch.float64)
+    return logits, temperature, top_k.int(), top_p, min_p, chance
+
+
+def edit_case(vocab: int, seed: int) -> tuple[torch.Tensor, RowEdits]:
+    """Four samples of five rows over six slots: neutral, penalised, biased, all of it."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ints(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator, dtype=torch.int32)
+
+    counts = ints(8, 6, vocab) | 1
+    counts[:, ::3] = 0
+    bias = torch.randn(6, vocab, generator=generator)
+    bias[[0, 2]] = 0.0
+    edits = RowEdits(
+        rows=torch.tensor([4.0, 0.0, 2.0, 3.0], dtype=torch.float64),
+        slots=torch.tensor([2.0, 0.0, 5.0, 1.0], dtype=torch.float64),
+        repetition=torch.tensor([1.0, 1.5, 1.0, 0.5]),
+        presence=torch.tensor([0.0, 0.25, 0.0, -1.0]),
+        frequency=torch.tensor([0.0, 0.5, 0.0, 0.125]),
+        masks=torch.randint(-(2**31), 2**31, (6, -(-vocab // 32)), generator=generator).int(),
+        counts=counts,
+        bias=bias,
+    )
+    return torch.randn(5, vocab, generator=generator) * 3, edits
+
+
+def check_draw(vocab: int, spread: float, room: int) -> None:
+    from kernels.triton.draw import draw_tokens
+
+    case = draw_case(vocab, spread, vocab)
+    found = draw_tokens(*case, pieces=4, room=room)
+    assert found.tolist() == reference_draw.draw_tokens(*case).tolist()
+
+
+def check_broken_rows() -> None:
+    from kernels.triton.draw import draw_tokens
+
+    logits, *rest = draw_case(130, 1.0, 1)
+    logits[1, 5], logits[3, 6], logits[5] = float("nan"), float("inf"), float("-inf")
+    found = draw_tokens(logits, *rest, pieces=2).tolist()
+    assert [place for place, token in enumerate(found) if token < 0] == [1, 3, 5]
+
+
+def check_chance_at_the_ends() -> None:
+    from kernels.triton.draw import draw_tokens
+
+    logits, temperature, top_k, top_p, min_p, _ = draw_case(130, 2.0, 2)
+    for chance in (0.0, 1 - 2**-53):
+        chances = torch.full((len(ROWS),), chance, dtype=torch.float64)
+        case = (logits, temperature, top_k, top_p, min_p, chances)
+        assert draw_tokens(*case, pieces=2).tolist() == reference_draw.draw_tokens(*case).tolist()
+
+
+def check_ties_at_a_cut() -> None:
+    from kernels.triton.draw import draw_tokens
+
+    logits = torch.zeros(len(ROWS), 96)
+    logits[:, [4, 40, 70]] = 3.0
+    _, temperature, _, _, min_p, _ = draw_case(96, 1.0, 3)
+    for k, p in ((2, 1.0), (0, 0.2)):
+        for chance in (0.1, 0.5):
+            case = (
+                logits,
+                torch.ones_like(temperature),
+                torch.full((len(ROWS),), k, dtype=torch.int32),
+                torch.full((len(ROWS),), p),
+                torch.zeros_like(min_p),
+                torch.full((len(ROWS),), chance, dtype=torch.float64),
+            )
+            found = draw_tokens(*case, pieces=2).tolist()
+            assert found == reference_draw.draw_tokens(*case).tolist()
+            assert set(found) <= {4, 40, 70}
+
+
+def check_edit(vocab: int) -> None:
+    from kernels.triton.edit_rows import edit_rows
+
+    logits, edits = edit_case(vocab, vocab)
+    logits[4, 3] = float("nan")
+    found, is_sound = edit_rows(logits, edits)
+    wanted, was_sound = reference_edit.edit_rows(logits, edits)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert is_sound.tolist() == was_sound.tolist() == [False, True, True, True]
+
+
+CHECKS = {
+    "draw among candidates": lambda: check_draw(400, 3.0, 64),
+    "draw with too little room for candidates": lambda: check_draw(150, 3.0, 2),
+    "draw from a flat row": lambda: check_draw(150, 0.2, 8),
+    "draw from broken rows": check_broken_rows,
+    "draw at the ends": check_chance_at_the_ends,
+    "draw among ties": check_ties_at_a_cut,
+    "edit": lambda: check_edit(333),
+}
+
+
+def main() -> None:
+    for name, check in CHECKS.items():
+        check()
+        print(f"ok {name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
