@@ -27,6 +27,7 @@ from engine.api import GrammarKind, GrammarSpec
 from engine.config import GrammarConfig
 from engine.errors import GrammarError
 from engine.grammar.control_tokens import grammar_vocabulary, without_control_in_text
+from engine.grammar.equal_rules import merge_equal_rules
 
 logger = logging.getLogger(__name__)
 
@@ -205,13 +206,20 @@ def _end_workers() -> None:
 def _compile(backend: Any, spec: GrammarSpec) -> Any:
     match spec.kind:
         case GrammarKind.STRUCTURAL_TAG:
-            return backend.compile_structural_tag(without_control_in_text(spec.text))
+            return _compile_tag(backend, without_control_in_text(spec.text))
         case GrammarKind.JSON_SCHEMA:
             return backend.compile_json_schema(spec.text, max_whitespace_cnt=MAX_WHITESPACE)
         case GrammarKind.REGEX:
             return backend.compile_regex(spec.text)
         case GrammarKind.EBNF:
             return backend.compile_grammar(spec.text)
+
+
+def _compile_tag(backend: Any, structural_tag: str) -> Any:
+    import xgrammar  # loaded by the worker's compiler
+
+    grammar = xgrammar.Grammar.from_structural_tag(structural_tag)
+    return backend.compile_grammar(merge_equal_rules(str(grammar)))
 
 
 def _text_problem(spec: GrammarSpec) -> str | None:

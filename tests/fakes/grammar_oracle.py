@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import xgrammar
 
+from engine.grammar.equal_rules import merge_equal_rules
 from tools_schema.structural_tag import GrammarPlan
 
 _EOS = 255
@@ -29,7 +30,13 @@ def byte_tokenizer() -> xgrammar.TokenizerInfo:
 
 @functools.cache
 def byte_compiler() -> xgrammar.GrammarCompiler:
-    return xgrammar.GrammarCompiler(byte_tokenizer(), max_threads=1)
+    return xgrammar.GrammarCompiler(byte_tokenizer(), max_threads=1, cache_enabled=False)
+
+
+def compile_tag(tag: str, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
+    """A structural tag as the engine compiles it."""
+    grammar = xgrammar.Grammar.from_structural_tag(tag)
+    return compiler.compile_grammar(merge_equal_rules(str(grammar)))
 
 
 def accepts(plan: GrammarPlan, text: str) -> bool:
@@ -49,7 +56,7 @@ def accepts_prefix(plan: GrammarPlan, text: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(text: str) -> xgrammar.CompiledGrammar:
-    return byte_compiler().compile_structural_tag(text)
+    return compile_tag(text, byte_compiler())
 
 
 class RandomWalker:
@@ -63,20 +70,14 @@ class RandomWalker:
             vocab_type=xgrammar.VocabType.RAW,
             stop_token_ids=[eos_id],
         )
-        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+        self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         self._size = len(token_bytes)
         self._closing = np.array([bytes(b) in _CLOSING for b in token_bytes])
         self._closing[eos_id] = True
 
-    def compile(self, plan: GrammarPlan, *, fresh: bool = False) -> xgrammar.CompiledGrammar:
-        """`fresh`: without what earlier grammars left in the engine's cache.
-
-        After thousands of unlike grammars that cache makes masks which its matcher rejects.
-        """
+    def compile(self, plan: GrammarPlan) -> xgrammar.CompiledGrammar:
         assert plan.text is not None
-        if fresh:
-            self._compiler.clear_cache()
-        return self._compiler.compile_structural_tag(plan.text)
+        return compile_tag(plan.text, self._compiler)
 
     def walk(
         self,

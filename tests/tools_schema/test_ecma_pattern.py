@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.grammar_oracle import byte_compiler
+from tests.fakes.grammar_oracle import byte_compiler, compile_tag
 from tools_schema.ecma_pattern import UnsupportedPatternError, rewrite_pattern
 
 _WORDS = [
@@ -24,7 +24,7 @@ def _grammar_matches(pattern: str, word: str) -> bool:
 
     schema = {"type": "string", "pattern": rewrite_pattern(pattern).regex}
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    matcher = xgrammar.GrammarMatcher(byte_compiler().compile_structural_tag(json.dumps(tag)))
+    matcher = xgrammar.GrammarMatcher(compile_tag(json.dumps(tag), byte_compiler()))
     text = json.dumps(word, ensure_ascii=False)
     return bool(matcher.accept_string(text) and matcher.is_completed())
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xgrammar
 
-from tests.fakes.grammar_oracle import accepts, byte_compiler
+from tests.fakes.grammar_oracle import accepts, byte_compiler, compile_tag
 from tests.fakes.tool_samples import (
     LIST,
     TIME,
@@ -121,7 +121,7 @@ def test_a_reasoning_budget_forces_the_end_of_reasoning() -> None:
         reasoning_budget=5,
     )
     assert plan.text is not None
-    matcher = xgrammar.GrammarMatcher(byte_compiler().compile_structural_tag(plan.text))
+    matcher = xgrammar.GrammarMatcher(compile_tag(plan.text, byte_compiler()))
     mask = np.zeros((1, 8), dtype=np.int32)
     for char in b"hmmmm":
         matcher.fill_next_token_bitmask(mask)

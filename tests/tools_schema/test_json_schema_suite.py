@@ -9,7 +9,7 @@ import json
 import pytest
 import xgrammar
 
-from tests.fakes.grammar_oracle import byte_compiler
+from tests.fakes.grammar_oracle import byte_compiler, compile_tag
 from tests.fakes.schema_suite import (
     PINNED,
     SuiteGroup,
@@ -44,7 +44,7 @@ def _grammar(group: SuiteGroup) -> xgrammar.CompiledGrammar:
         "max_whitespace_cnt": MAX_WHITESPACE,
     }
     tag = {"type": "structural_tag", "format": schema}
-    return byte_compiler().compile_structural_tag(json.dumps(tag))
+    return compile_tag(json.dumps(tag), byte_compiler())
 
 
 def _writes(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
