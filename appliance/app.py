@@ -28,6 +28,7 @@ from appliance.api import (
     models,
     responses,
     sessions,
+    stored_responses,
     tiers,
     turns,
 )
@@ -72,6 +73,7 @@ ROUTERS = tuple(
         chat,
         completions,
         responses,
+        stored_responses,
         messages,
         models,
         health,
@@ -118,7 +120,13 @@ def create_app(services: Services) -> FastAPI:
             allow_origins=list(server.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Turn-Id", "X-Session-Id"],
+            expose_headers=[
+                "X-Request-Id",
+                "X-Turn-Id",
+                "X-Session-Id",
+                "Request-Id",
+                "Retry-After",
+            ],
         )
     app.add_middleware(
         RequestFrame, metrics=services.metrics, max_body_bytes=server.max_body_mb << 20
@@ -152,6 +160,7 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
         for sweeper in sweepers:
             sweeper.cancel()
         await context.turns.drain(services.config.server.drain_s)
+        await services.background.close()
         await context.room.close()
         await context.signals.close()
         await context.holds.close()

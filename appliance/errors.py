@@ -59,6 +59,7 @@ STATUS_BY_CODE: dict[str, int] = {
     "session_expired": 410,
     "events_expired": 410,
     "request_too_large": 413,
+    "unsupported_encoding": 415,
     "unresolved_tool_calls": 422,
     "unknown_call_id": 422,
     "idempotency_key_reused": 422,
@@ -68,6 +69,7 @@ STATUS_BY_CODE: dict[str, int] = {
     "kv_quota_exceeded": 429,
     "session_quota_exceeded": 429,
     "rate_limited": 429,
+    "queue_full": 429,
     "internal_error": 500,
     "capacity": 503,
     "draining": 503,
@@ -80,7 +82,8 @@ STATUS_BY_CODE: dict[str, int] = {
     "store_schema_too_new": 500,
 }
 
-# Codes of other rooms that say the same as one of ours.
+# Codes of other rooms that say the same as one of ours; a full queue is 429 in the dialects, as
+# their clients know it.
 SAME_CODE = {
     "queue_full": "capacity",
     "context_too_long": "context_length_exceeded",
@@ -161,9 +164,14 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return {"error": error_object(error)}
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether Anthropic's dialect lives at this path."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
 def error_body_for(path: str, error: ApiError) -> dict[str, Any]:
     """Return the body in the envelope of the dialect that lives at this path."""
-    if path.startswith(ANTHROPIC_PATH):
+    if is_anthropic(path):
         return anthropic_error_body(error)
     return error_body(error)
 

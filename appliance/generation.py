@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from appliance.answer import AnswerReader
 from appliance.errors import ApiError, known_code
@@ -20,13 +21,18 @@ from engine.client import EngineClient
 from sessions.token_codec import count, decode_ids
 from tools_schema import events as parsed
 
+T = TypeVar("T")
+
+QUEUE_FULL = "queue_full"
+FIRST_WORD_S = 0.2  # an engine that refuses does so at once; a queue may be long
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one message of the engine brought."""
+    """What one message of the engine brought; nothing where it said that it has begun."""
 
-    token_ids: list[int]
-    events: list[parsed.Event]
+    token_ids: list[int] = field(default_factory=list)
+    events: list[parsed.Event] = field(default_factory=list)
     logprobs: tuple[api.TokenLogprobs, ...] = ()
     is_last: bool = False  # the outcome is known
 
@@ -69,6 +75,7 @@ class Generation:
                         self.metrics.count_cache(item.cache, None)
                         if self.asked is not None:
                             self.asked.note_cache(item.cache)
+                        yield Step()
                     case api.Tokens():
                         yield self._take(item)
                         if self.answer.is_stopped:
@@ -89,7 +96,7 @@ class Generation:
             self.asked.note_end(self.num_output, self.finish_reason)
         if self.on_end is not None:
             self.on_end(self)
-        yield Step(token_ids=[], events=events, is_last=True)
+        yield Step(events=events, is_last=True)
 
     def _take(self, item: api.Tokens) -> Step:
         ids = decode_ids(item.token_ids)
@@ -120,7 +127,8 @@ class Generation:
             case api.FinishReason.STOP:
                 self.finish_reason = "stop"
             case _:
-                code = known_code(item.error_code)
+                is_full = item.error_code == QUEUE_FULL
+                code = QUEUE_FULL if is_full else known_code(item.error_code)
                 raise ApiError(code, item.error_message or "the engine ended this request")
 
 
@@ -151,6 +159,40 @@ async def steps_of(runs: Sequence[Generation]) -> AsyncGenerator[tuple[int, Step
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def peeked(items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """Return `items` once its first one is there, or after a short time without it.
+
+    So what is refused at once can still be answered with a status. Closing what is returned closes
+    `items`. Raises: what `items` raised in that time.
+    """
+    first = asyncio.ensure_future(anext(items))
+    try:
+        await asyncio.wait({first}, timeout=FIRST_WORD_S)
+    except asyncio.CancelledError:
+        await _close(first, items)
+        raise
+    if first.done() and isinstance(first.exception(), Exception):
+        await first
+    return _from_first(first, items)
+
+
+async def _from_first(
+    first: asyncio.Future[T], items: AsyncGenerator[T, None]
+) -> AsyncGenerator[T, None]:
+    try:
+        yield await first
+        async for item in items:
+            yield item
+    finally:
+        await _close(first, items)
+
+
+async def _close(first: asyncio.Future[T], items: AsyncGenerator[T, None]) -> None:
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await items.aclose()
 
 
 async def _pump(

@@ -11,12 +11,14 @@ import json
 import re
 import secrets
 import time
+import zlib
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.errors import STATUS_BY_CODE, ApiError, error_body_for
+from appliance.body_encoding import BodyDecoder, decoder_for
+from appliance.errors import STATUS_BY_CODE, ApiError, error_body_for, is_anthropic
 from appliance.metrics import Metrics
 
 RECEIVED_S = "moorage.received_s"  # key in the ASGI scope: when the request's head was read
@@ -63,17 +65,26 @@ class RequestFrame:
 
         async def send_framed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                sent = MutableHeaders(scope=message)
+                sent["X-Request-Id"] = request_id
+                if is_anthropic(str(scope["path"])):
+                    sent["Request-Id"] = request_id  # where its clients look for it
                 self._count(scope, message["status"])
             await send(message)
 
         declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_body_bytes:
-            await self._refuse_body(str(scope["path"]), send_framed)
+            message = f"the body is larger than {self._max_body_bytes} bytes"
+            await _refuse(str(scope["path"]), "request_too_large", message, send_framed)
             return
-        await self._app(scope, self._limited(receive), send_framed)
+        try:
+            decoder = decoder_for(headers.get("content-encoding", ""), self._max_body_bytes)
+        except ValueError as error:
+            await _refuse(str(scope["path"]), "unsupported_encoding", str(error), send_framed)
+            return
+        await self._app(scope, self._limited(receive, decoder), send_framed)
 
-    def _limited(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive, decoder: BodyDecoder | None) -> Receive:
         """Bodies without a declared length are measured as they come; what no store, hash or
         engine could hold is refused here, for every route.
         """
@@ -84,6 +95,8 @@ class RequestFrame:
             nonlocal num_bytes
             message = await receive()
             if message["type"] == "http.request":
+                if decoder is not None:
+                    message = _decoded(message, decoder)
                 chunks.append(message.get("body", b""))
                 num_bytes += len(chunks[-1])
                 if num_bytes > self._max_body_bytes:
@@ -97,18 +110,32 @@ class RequestFrame:
 
         return receive_limited
 
-    async def _refuse_body(self, path: str, send: Send) -> None:
-        message = f"the body is larger than {self._max_body_bytes} bytes"
-        error = ApiError("request_too_large", message)
-        body = json.dumps(error_body_for(path, error)).encode()
-        head = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": error.status, "headers": head})
-        await send({"type": "http.response.body", "body": body})
-
     def _count(self, scope: Scope, status: int) -> None:
         route = scope.get("route")
         path = getattr(route, "path", "other")
         self._metrics.http_requests.labels(path, str(status)).inc()
+
+
+async def _refuse(path: str, code: str, text: str, send: Send) -> None:
+    """Answer without having read the body."""
+    error = ApiError(code, text)
+    body = json.dumps(error_body_for(path, error)).encode()
+    head = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": error.status, "headers": head})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _decoded(message: Message, decoder: BodyDecoder) -> Message:
+    """The message with its piece of the body decompressed. Raises: BodyRefused."""
+    piece = message.get("body", b"")
+    is_last = not message.get("more_body", False)
+    try:
+        body = decoder.decode(piece)
+    except zlib.error:
+        raise BodyRefused("invalid_json", "the body is not compressed as it says") from None
+    if is_last and not decoder.is_whole and len(body) <= decoder.max_bytes:
+        raise BodyRefused("invalid_json", "the compressed body is cut short, or goes on")
+    return {**message, "body": body}
 
 
 def check_text(body: bytes) -> None:

@@ -10,7 +10,7 @@ Source: the event and item shapes of OpenAI's Responses API.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +63,7 @@ class ResponseEvents:
 
     turn_id: str
     toolset: ToolSet
+    id_prefixes: Mapping[str, str] = field(default_factory=dict)  # by kind of item; else `item`
     items: list[Item] = field(default_factory=list)
     invalid_calls: list[dict[str, Any]] = field(default_factory=list)
     problems: list[dict[str, Any]] = field(default_factory=list)
@@ -109,8 +110,11 @@ class ResponseEvents:
             (f"response.{name}.delta", {**_where(opened), "content_index": 0, "delta": text})
         )
 
+    def _item_id(self, kind: str) -> str:
+        return derived_id(self.id_prefixes.get(kind, "item"), self.turn_id, self._num_items)
+
     def _begin(self, kind: str, out: list[WireEvent]) -> None:
-        item_id = derived_id("item", self.turn_id, self._num_items)
+        item_id = self._item_id(kind)
         self._open = _OpenItem(kind, item_id, self._num_items)
         self._num_items += 1
         item: dict[str, Any] = {"type": kind, "id": item_id, "content": [], "status": "in_progress"}
@@ -128,7 +132,7 @@ class ResponseEvents:
 
     def _call_start(self, event: parsed.ToolCallStart, out: list[WireEvent]) -> None:
         self._close(out, status="completed")
-        item_id = derived_id("item", self.turn_id, self._num_items)
+        item_id = self._item_id("function_call")
         self._open = _OpenItem("function_call", item_id, self._num_items, event)
         self._num_items += 1
         item = {

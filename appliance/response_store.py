@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from appliance.errors import ApiError
+from appliance.frame_log import FrameLog
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 256 << 20
@@ -24,10 +25,16 @@ TTL_S = 3600.0
 
 @dataclass(slots=True, kw_only=True)
 class StoredResponse:
-    """`wire`: as GET answers. `messages`: the conversation up to and with its output."""
+    """`wire`: as GET answers. `messages`: the conversation up to and with its output.
+
+    input_items: what was asked, as items.
+    log: its events, where it runs in the background.
+    """
 
     tenant: str
     wire: dict[str, Any]
+    input_items: list[dict[str, Any]] = field(default_factory=list)
+    log: FrameLog | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     is_cancelled: bool = False
     expires_at_s: float = 0.0
@@ -39,7 +46,7 @@ class StoredResponse:
 
     @property
     def is_running(self) -> bool:
-        return bool(self.wire["status"] == "in_progress")
+        return self.wire["status"] in ("queued", "in_progress")
 
 
 @dataclass(slots=True)
@@ -57,7 +64,10 @@ class ResponseStore:
         """Keep a response, anew where it is kept already."""
         self._drop(response.id)
         response.expires_at_s = self.clock_s() + self.ttl_s
-        response.num_bytes = len(msgspec.json.encode((response.wire, response.messages)))
+        kept = (response.wire, response.input_items, response.messages)
+        response.num_bytes = len(msgspec.json.encode(kept))
+        if response.log is not None:
+            response.num_bytes += response.log.num_bytes
         self._stored[response.id] = response
         self._num_bytes += response.num_bytes
         self._make_room()

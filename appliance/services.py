@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from appliance.answer import AnswerReader
+from appliance.background import BackgroundWork
 from appliance.cache_report import MODEL_CHANGED, REPORT
 from appliance.config import ApplianceConfig
 from appliance.errors import ApiError
@@ -85,6 +86,7 @@ class Services:
     admin_key: str = ""
     owner: str = ""  # this API process among those that share the store; the same after a restart
     responses: ResponseStore = field(default_factory=ResponseStore)
+    background: BackgroundWork = field(default_factory=BackgroundWork)
     recall: Recall = field(default_factory=Recall)
     implicit_sessions: ImplicitSessions = field(default_factory=ImplicitSessions)
     started_s: int = field(default_factory=lambda: int(time.time()))

@@ -112,7 +112,10 @@ def prepare_turn(
         params.parsed_response_format(),
         services.reasoning_of(rendered.token_ids),
     )
-    services.grammars.plan(question)
+    plan = services.grammars.plan(question)
+    if body.ignore_eos and plan.text is not None:
+        message = "ignore_eos: cannot be had with a grammar (tools, response_format, reasoning)"
+        raise ApiError("unsupported_parameter", message, "ignore_eos")
     return PendingTurn(
         id=turn_id or new_id("turn"),
         session_id=session.id,

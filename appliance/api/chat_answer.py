@@ -8,18 +8,18 @@ Source: the objects of OpenAI's Chat Completions API.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 
 from appliance.api.dialect import chat_logprobs, usage_of
-from appliance.api.replies import ended_by_error
 from appliance.api.sse import DONE_FRAME, data_frame
 from appliance.api.stateless import Prepared
 from appliance.api.wire import ChatRequest
-from appliance.errors import error_body
+from appliance.errors import ApiError, error_body
 from appliance.generation import Generation, Step, steps_of
 from sessions.token_codec import decode_ids
 from tools_schema import events as parsed
@@ -37,12 +37,22 @@ class ChatAnswer:
         self._created = int(time.time())
         self._choices = [_Choice(body, index, run) for index, run in enumerate(prepared.runs)]
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """Yield SSE frames; an error ends the stream with a frame of its own."""
-        errors = ended_by_error(self._chunks(), lambda e: data_frame(_json(error_body(e))))
-        async for frame in errors:
-            yield frame
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield SSE frames."""
+        async with contextlib.aclosing(steps_of(self._runs)) as steps:
+            async for index, step in steps:
+                choice = self._choices[index]
+                for delta in choice.deltas(step):
+                    yield self._chunk([delta])
+                if step.is_last:
+                    yield self._chunk([choice.end()])
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield self._chunk([], self._usage())
         yield DONE_FRAME
+
+    def error_frame(self, error: ApiError) -> bytes:
+        return data_frame(_json(error_body(error))) + DONE_FRAME
 
     async def whole(self) -> Json:
         """Return the whole answer."""
@@ -56,17 +66,6 @@ class ChatAnswer:
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = decode_ids(self._runs[0].request.token_ids)
         return answer
-
-    async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        async for index, step in steps_of(self._runs):
-            choice = self._choices[index]
-            for delta in choice.deltas(step):
-                yield self._chunk([delta])
-            if step.is_last:
-                yield self._chunk([choice.end()])
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield self._chunk([], self._usage())
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
         chunk = {**self._envelope("chat.completion.chunk"), "choices": choices}

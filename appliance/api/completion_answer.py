@@ -8,17 +8,17 @@ Source: the objects of OpenAI's legacy Completions API.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
 
 from appliance.api.dialect import usage_of
-from appliance.api.replies import ended_by_error
 from appliance.api.sse import DONE_FRAME, data_frame
 from appliance.api.wire import CompletionRequest
-from appliance.errors import error_body
+from appliance.errors import ApiError, error_body
 from appliance.generation import Generation, Step, steps_of
 from engine import api
 from sessions.token_codec import decode_ids
@@ -39,13 +39,27 @@ class CompletionAnswer:
         self._created = int(time.time())
         self._choices = [_Choice(body, index, run) for index, run in enumerate(runs)]
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """Yield SSE frames; an error ends the stream with a frame of its own."""
-        async for frame in ended_by_error(
-            self._chunks(), lambda error: data_frame(msgspec.json.encode(error_body(error)))
-        ):
-            yield frame
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield SSE frames."""
+        has_begun = not self._body.echo
+        async with contextlib.aclosing(steps_of(self._runs)) as steps:
+            async for index, step in steps:
+                choice = self._choices[index]
+                if not has_begun:
+                    has_begun = True
+                    for each in self._choices:
+                        yield self._chunk([each.echo()])
+                if step.token_ids or _text_of(step):
+                    yield self._chunk([choice.part(step)])
+                if step.is_last:
+                    yield self._chunk([choice.end()])
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            yield self._chunk([], self._usage())
         yield DONE_FRAME
+
+    def error_frame(self, error: ApiError) -> bytes:
+        return data_frame(msgspec.json.encode(error_body(error))) + DONE_FRAME
 
     async def whole(self) -> Json:
         """Return the whole answer."""
@@ -53,20 +67,6 @@ class CompletionAnswer:
             self._choices[index].take(step)
         choices = [choice.whole() for choice in self._choices]
         return {**self._envelope(), "choices": choices, "usage": self._usage()}
-
-    async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        if self._body.echo:
-            for choice in self._choices:
-                yield self._chunk([choice.echo()])
-        async for index, step in steps_of(self._runs):
-            choice = self._choices[index]
-            if step.token_ids or _text_of(step):
-                yield self._chunk([choice.part(step)])
-            if step.is_last:
-                yield self._chunk([choice.end()])
-        options = self._body.stream_options
-        if options is not None and options.include_usage:
-            yield self._chunk([], self._usage())
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
         chunk = {**self._envelope(), "choices": choices}
@@ -111,7 +111,7 @@ class _Choice:
     def whole(self) -> Json:
         """Return the choice."""
         ids = list(self._run.answer.token_ids)
-        step = Step(token_ids=ids, events=[], logprobs=tuple(self._logprobs))
+        step = Step(token_ids=ids, logprobs=tuple(self._logprobs))
         choice = self._choice("".join(self._texts), step)
         return {**choice, "finish_reason": self._run.finish_reason}
 
@@ -119,7 +119,7 @@ class _Choice:
 
     def echo(self) -> Json:
         """What comes first: the prompt."""
-        return self._choice(self._texts[0], Step(token_ids=[], events=[]))
+        return self._choice(self._texts[0], Step())
 
     def part(self, step: Step) -> Json:
         """What a step brought."""
@@ -127,7 +127,7 @@ class _Choice:
 
     def end(self) -> Json:
         """What comes last."""
-        choice = self._choice("", Step(token_ids=[], events=[]))
+        choice = self._choice("", Step())
         return {**choice, "finish_reason": self._run.finish_reason}
 
     def _choice(self, text: str, step: Step) -> Json:

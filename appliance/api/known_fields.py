@@ -84,7 +84,6 @@ REFUSED_MESSAGES: Final[HarmlessValues] = {
 }
 REFUSED_RESPONSES: Final[HarmlessValues] = {
     **_OTHER_SERVERS,
-    "background": (None, False),
     "conversation": (None,),
     "max_tool_calls": (None,),
     "n": (None, 1),

@@ -8,17 +8,17 @@ Source: the events and objects of Anthropic's Messages API.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
 from pydantic_core import from_json
 
 from appliance.api.message_blocks import MessageBlocks, WireEvent
-from appliance.api.replies import ended_by_error
 from appliance.api.sse import named_frame
 from appliance.api.stateless import Prepared
-from appliance.errors import anthropic_error_body
+from appliance.errors import ApiError, anthropic_error_body
 from appliance.generation import Step, steps_of
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -38,12 +38,22 @@ class MessageAnswer:
         self._run = prepared.runs[0]
         self._notes = prepared.notes
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """Yield SSE frames; an error ends the stream with a frame of its own."""
-        async for frame in ended_by_error(
-            self._frames(), lambda error: _frame(anthropic_error_body(error))
-        ):
-            yield frame
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield SSE frames."""
+        blocks, has_begun = MessageBlocks(), False
+        async with contextlib.aclosing(steps_of([self._run])) as steps:
+            async for _, step in steps:
+                if not has_begun:
+                    has_begun = True
+                    yield _frame({"type": "message_start", "message": self._message([], None)})
+                for event in _events(blocks, step):
+                    yield _frame(event)
+        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        yield _frame({"type": "message_delta", "delta": delta, "usage": self._usage()})
+        yield _frame({"type": "message_stop"})
+
+    def error_frame(self, error: ApiError) -> bytes:
+        return _frame(anthropic_error_body(error))
 
     async def whole(self) -> dict[str, Any]:
         """Return the whole answer: what its events make when they are put together."""
@@ -52,18 +62,6 @@ class MessageAnswer:
             for event in _events(blocks, step):
                 content.take(event)
         return self._message(content.blocks, self._stop_reason)
-
-    async def _frames(self) -> AsyncGenerator[bytes, None]:
-        blocks, has_begun = MessageBlocks(), False
-        async for _, step in steps_of([self._run]):
-            if not has_begun:
-                has_begun = True
-                yield _frame({"type": "message_start", "message": self._message([], None)})
-            for event in _events(blocks, step):
-                yield _frame(event)
-        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        yield _frame({"type": "message_delta", "delta": delta, "usage": self._usage()})
-        yield _frame({"type": "message_stop"})
 
     def _message(self, content: list[dict[str, Any]], stop_reason: str | None) -> dict[str, Any]:
         return {

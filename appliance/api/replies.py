@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Protocol
 
 from fastapi import Request, Response
@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from appliance.api.context import ApiContext, ClientGone, or_client_gone
 from appliance.api.sse import event_stream
 from appliance.errors import ApiError, as_api_error
+from appliance.generation import peeked
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,11 @@ CLIENT_GONE_STATUS = 499
 class Answer(Protocol):
     """One request on its way to its answer; run once, by `frames` or by `whole`."""
 
-    def frames(self) -> AsyncIterator[bytes]: ...
+    def frames(self) -> AsyncGenerator[bytes, None]: ...
+
+    def error_frame(self, error: ApiError) -> bytes:
+        """What ends a stream that has begun."""
+        ...
 
     async def whole(self) -> dict[str, Any]: ...
 
@@ -40,26 +45,18 @@ async def reply(
     headers: dict[str, str] | None = None,
     pings: bool = False,
 ) -> Response:
-    """Stream the answer, or wait for all of it and stop it where the client hangs up."""
+    """Stream the answer, or wait for all of it and stop it where the client hangs up.
+
+    Raises: what the engine refuses at once; later, a stream has begun, and says it in a frame.
+    """
     if stream:
         heartbeat_s = context.services.config.server.heartbeat_s
-        return event_stream(answer.frames(), heartbeat_s, headers, pings=pings)
+        frames = await peeked(answer.frames())
+        return event_stream(_ended_by_error(frames, answer), heartbeat_s, headers, pings=pings)
     try:
         return JSONResponse(await or_client_gone(request, answer.whole()), headers=headers)
     except ClientGone:
         return JSONResponse({}, status_code=CLIENT_GONE_STATUS)
-
-
-async def ended_by_error(
-    frames: AsyncGenerator[bytes, None], error_frame: Callable[[ApiError], bytes]
-) -> AsyncGenerator[bytes, None]:
-    """Yield frames; an error ends them with a frame of its own."""
-    async with contextlib.aclosing(frames):
-        try:
-            async for frame in frames:
-                yield frame
-        except Exception as error:
-            yield error_frame(stream_error(error))
 
 
 def stream_error(error: Exception) -> ApiError:
@@ -68,3 +65,14 @@ def stream_error(error: Exception) -> ApiError:
     if api_error.code == "internal_error":
         logger.error("a stream failed", exc_info=error)
     return api_error
+
+
+async def _ended_by_error(
+    frames: AsyncGenerator[bytes, None], answer: Answer
+) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(frames):
+        try:
+            async for frame in frames:
+                yield frame
+        except Exception as error:
+            yield answer.error_frame(stream_error(error))

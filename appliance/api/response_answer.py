@@ -8,28 +8,35 @@ Source: the events and objects of OpenAI's Responses API.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from appliance.api.conversation import ChatMessage
-from appliance.api.responses_input import chat_messages_of, seal
+from appliance.api.replies import stream_error
+from appliance.api.responses_input import ITEM_PREFIXES, chat_messages_of, seal
 from appliance.api.sse import named_frame
 from appliance.api.stateless import Prepared
 from appliance.api.wire_agents import ENCRYPTED_REASONING, ResponsesRequest
 from appliance.errors import ApiError, as_api_error
-from appliance.generation import Generation, steps_of
+from appliance.frame_log import FrameLog
+from appliance.generation import Generation, Step, peeked, steps_of
 from appliance.response_events import ResponseEvents, WireEvent
 from appliance.response_store import ResponseStore, StoredResponse
 from tools_schema.tool_spec import ToolSet
 
-logger = logging.getLogger(__name__)
+Steps = AsyncGenerator[tuple[int, Step], None]
 
+QUEUED = "queued"
 IN_PROGRESS = "in_progress"
+
+
+class ResponseCancelled(Exception):
+    """It was cancelled before the engine knew of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +47,7 @@ class ResponseAnswer:
     prepared: Prepared
     toolset: ToolSet
     messages: list[ChatMessage]  # what it answers, without the instructions
+    input_items: list[dict[str, Any]]  # what of it this request brought
     store: ResponseStore | None
     tenant: str
     output: list[dict[str, Any]] = field(default_factory=list)
@@ -51,25 +59,42 @@ class ResponseAnswer:
     def run(self) -> Generation:
         return self.prepared.runs[0]
 
-    async def frames(self) -> AsyncIterator[bytes]:
-        """Yield SSE frames; exactly one terminal event comes last."""
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield SSE frames; exactly one terminal event comes last.
+
+        Raises: what the engine refuses at once, before the first frame.
+        """
         self._open()
+        try:
+            steps = await peeked(steps_of([self.run]))
+        except Exception as error:
+            self._close("failed", as_api_error(error))
+            raise
+        async with contextlib.aclosing(self._frames(steps)) as frames:
+            async for frame in frames:
+                yield frame
+
+    def error_frame(self, error: ApiError) -> bytes:
+        """Only a bug can end its frames without a terminal event."""
+        return self._lifecycle("failed", "failed", error)
+
+    async def _frames(self, steps: Steps) -> AsyncGenerator[bytes, None]:
         yield self._lifecycle("created", IN_PROGRESS)
         yield self._lifecycle("in_progress", IN_PROGRESS)
+        if self._stored is not None and not self._is_cancelled:
+            self._stored.wire = self._object(IN_PROGRESS)
         try:
-            async for event in self._events():
+            async for event in self._events(steps):
                 yield self._frame(*event)
             status = self._end_status
             self._close(status)
             yield self._lifecycle(status, status)
         except Exception as error:
-            api_error = as_api_error(error)
             if self._is_cancelled:
                 self._close("cancelled")
                 yield self._lifecycle("incomplete", "cancelled")
                 return
-            if api_error.code == "internal_error":
-                logger.exception("responses stream failed")
+            api_error = stream_error(error)
             self._close("failed", api_error)
             yield self._lifecycle("failed", "failed", api_error)
         finally:
@@ -78,19 +103,43 @@ class ResponseAnswer:
     async def whole(self) -> dict[str, Any]:
         """Return the whole answer."""
         self._open()
+        status = "cancelled"  # the client hung up
         try:
-            async for _ in self._events():
+            async for _ in self._events(steps_of([self.run])):
                 pass
-            self._close(self._end_status)
+            status = self._end_status
+        except Exception:
+            if not self._is_cancelled:
+                self._close("failed")
+                raise
         finally:
-            self._close("failed")
-        return self._object(self._end_status)
+            self._close(status)
+        return self._object(status)
 
-    async def _events(self) -> AsyncIterator[WireEvent]:
-        events = ResponseEvents(self.run.request.request_id, self.toolset)
-        async for _, step in steps_of([self.run]):
-            for event in events.take(step.events):
-                yield self._noted(event)
+    def in_background(self) -> tuple[dict[str, Any], FrameLog]:
+        """Return the object as it stands now, and the log that `keep_frames` is to fill."""
+        log = FrameLog()
+        self._open(log)
+        assert self._stored is not None
+        return self._stored.wire, log
+
+    async def keep_frames(self, log: FrameLog) -> None:
+        """Run it for whoever reads the log."""
+        try:
+            async with contextlib.aclosing(self._frames(steps_of([self.run]))) as frames:
+                async for frame in frames:
+                    log.add(frame)
+        finally:
+            log.end()
+
+    async def _events(self, steps: Steps) -> AsyncGenerator[WireEvent, None]:
+        events = ResponseEvents(self.run.request.request_id, self.toolset, ITEM_PREFIXES)
+        async with contextlib.aclosing(steps):
+            async for _, step in steps:
+                if self._is_cancelled:
+                    raise ResponseCancelled
+                for event in events.take(step.events):
+                    yield self._noted(event)
         for event in events.finish(self._end_status):
             yield self._noted(event)
 
@@ -112,9 +161,14 @@ class ResponseAnswer:
 
     # What is stored -----------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _open(self, log: FrameLog | None = None) -> None:
         if self.store is not None:
-            self._stored = StoredResponse(tenant=self.tenant, wire=self._object(IN_PROGRESS))
+            self._stored = StoredResponse(
+                tenant=self.tenant,
+                wire=self._object(IN_PROGRESS if log is None else QUEUED),
+                input_items=self.input_items,
+                log=log,
+            )
             self.store.put(self._stored)
 
     def _close(self, status: str, error: ApiError | None = None) -> None:
@@ -149,13 +203,13 @@ class ResponseAnswer:
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         reasoning = body.reasoning
         text_format = body.text.format if body.text is not None else None
-        has_ended = status != IN_PROGRESS
+        has_ended = status not in (QUEUED, IN_PROGRESS)
         return {
             "id": self.run.request.request_id,
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "background": False,
+            "background": body.background,
             "error": None if error is None else _error(error),
             "incomplete_details": cut,
             "instructions": body.instructions,

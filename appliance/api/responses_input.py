@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,12 @@ SKIPPED_ITEMS = (
     "image_generation_call",
     "mcp_list_tools",
 )
+ITEM_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
 SEALED = "moorage.v1."  # reasoning that a client carries for a stateless conversation
 
 
@@ -68,6 +75,27 @@ def chat_messages_of(
             raise ApiError("invalid_type", f"{path}: must be an object", path)
         _add(chat, item, path, omitted)
     return chat
+
+
+def input_items_of(raw: str | Sequence[Any]) -> list[dict[str, Any]]:
+    """Return an input that was checked as items with ids, as they are listed."""
+    given: Sequence[Any] = [{"role": "user", "content": raw}] if isinstance(raw, str) else raw
+    return [_listed(item) for item in given]
+
+
+def _listed(item: Mapping[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    fresh = f"{ITEM_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
+    listed = {**item, "type": kind, "id": item.get("id") or fresh}
+    if kind == "message" and isinstance(item.get("content"), str):
+        is_answer = item["role"] == "assistant"
+        part: dict[str, Any] = {"type": "input_text", "text": item["content"]}
+        if is_answer:
+            part = {"type": "output_text", "text": item["content"], "annotations": []}
+        listed["content"] = [part]
+    if kind == "message":
+        listed.setdefault("status", "completed")
+    return listed
 
 
 def _add(

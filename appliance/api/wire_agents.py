@@ -64,6 +64,7 @@ class ResponsesRequest(SamplingFields, ResponsesInput):
     """POST /v1/responses."""
 
     store: bool = True
+    background: bool = False
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: PositiveInt | None = None

@@ -285,11 +285,24 @@ def test_errors_are_the_client_s_own_classes(app: RunningApp, client: Any) -> No
 
 
 def test_an_engine_error_in_a_stream_is_an_error_event(app: RunningApp) -> None:
+    app.engine.fail_at = 1
+    events = raw_events(app)
+    assert events[0]["type"] == "message_start" and events[-1]["type"] == "error"
+    assert events[-1]["error"]["type"] == "api_error"
+    assert "it broke" in events[-1]["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_the_engine_refuses_at_once_has_a_status(
+    app: RunningApp, client: Any, stream: bool
+) -> None:
     app.engine.grammar_check = lambda spec: ("queue_full", "too many")
-    events = raw_events(app, output_config={"format": {"type": "json_schema", "schema": {}}})
-    assert events[-1]["type"] == "error"
-    assert events[-1]["error"]["type"] == "overloaded_error"
-    assert "too many" in events[-1]["error"]["message"]
+    wanted = {"format": {"type": "json_schema", "schema": {}}}
+    with pytest.raises(anthropic.RateLimitError) as refused:
+        client.messages.create(**BASE, output_config=wanted, stream=stream)
+    assert refused.value.response.headers["retry-after"] == "1"
+    body: Any = refused.value.body
+    assert body["error"]["type"] == "rate_limit_error"
 
 
 def test_an_agent_may_ask_whether_somebody_is_there(app: RunningApp) -> None:

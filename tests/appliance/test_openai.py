@@ -216,16 +216,26 @@ def test_hanging_up_aborts_the_request_in_the_engine(app: RunningApp, stream: bo
 
 
 def test_an_engine_error_in_a_stream_is_an_error_frame(app: RunningApp, client: Any) -> None:
+    app.engine.fail_at = 1
+    with pytest.raises(openai.APIError, match="it broke"):
+        list(client.chat.completions.create(model="default", messages=USER, stream=True))
+    with pytest.raises(openai.APIError, match="it broke"):
+        list(client.completions.create(model="default", prompt="x", stream=True))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_the_engine_refuses_at_once_has_a_status(
+    app: RunningApp, client: Any, stream: bool
+) -> None:
     app.engine.grammar_check = lambda spec: ("queue_full", "too many")
-    with pytest.raises(openai.APIError, match="too many"):
-        list(
-            client.chat.completions.create(
-                model="default",
-                messages=USER,
-                stream=True,
-                response_format={"type": "json_object"},
-            )
+    with pytest.raises(openai.RateLimitError, match="too many") as refused:
+        client.chat.completions.create(
+            model="default",
+            messages=USER,
+            stream=stream,
+            response_format={"type": "json_object"},
         )
+    assert refused.value.response.headers["retry-after"] == "1"
 
 
 def test_a_completion_continues_text_or_ids(app: RunningApp, client: Any) -> None:

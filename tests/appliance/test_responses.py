@@ -188,14 +188,22 @@ def test_a_limit_ends_a_response_as_incomplete(app: RunningApp, client: Any) -> 
 
 
 def test_an_engine_error_ends_the_stream_as_failed(app: RunningApp) -> None:
-    app.engine.grammar_check = lambda spec: ("queue_full", "too many")
-    events = raw_events(app, text={"format": {"type": "json_object"}})
+    app.engine.fail_at = 1
+    events = raw_events(app)
     assert [event["type"] for event in events][-1] == "response.failed"
     error = events[-1]["response"]["error"]
-    assert (error["code"], error["x_code"]) == ("server_error", "capacity")
-    assert "too many" in error["message"]
-    reply = app.post("/v1/responses", {**BASE, "text": {"format": {"type": "json_object"}}})
-    assert app.error(reply)[:2] == (503, "capacity")
+    assert (error["code"], error["x_code"]) == ("server_error", "internal_error")
+    assert "it broke" in error["message"]
+    assert events[-1]["response"]["output"] == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_the_engine_refuses_at_once_has_a_status(app: RunningApp, stream: bool) -> None:
+    app.engine.grammar_check = lambda spec: ("queue_full", "too many")
+    body = {**BASE, "text": {"format": {"type": "json_object"}}, "stream": stream}
+    reply = app.post("/v1/responses", body)
+    assert app.error(reply)[:2] == (429, "queue_full")
+    assert reply.headers["retry-after"] == "1"
 
 
 def test_a_stored_response_is_continued(app: RunningApp, client: Any) -> None:
@@ -264,7 +272,7 @@ def test_a_reader_that_hangs_up_ends_its_response(app: RunningApp, client: Any) 
     ("fields", "code", "param"),
     [
         ({"input": []}, "invalid_value", "input"),
-        ({"background": True}, "unsupported_parameter", "background"),
+        ({"background": True, "store": False}, "invalid_value", "background"),
         ({"conversation": "c"}, "unsupported_parameter", "conversation"),
         ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
         ({"top_logprobs": 3}, "unsupported_parameter", "top_logprobs"),

@@ -65,6 +65,7 @@ class FakeEngine:
         self.progress_steps = progress_steps
         self.eos_id = eos_id
         self.grammar_check = grammar_check
+        self.fail_at: int | None = None  # requests fail at this output token
         self.free_pages: int | None = None  # what its stats say; None: all
         self.tier_states = {"l1": "up", "l2": "up", "l3": "up"}
         self.requests: list[api.GenerateRequest] = []
@@ -329,6 +330,9 @@ class FakeEngine:
     def _sample(self, request: _Request) -> None:
         sampling = request.wire.sampling
         position = len(request.output)
+        if position == self.fail_at:
+            self._finish(request, api.FinishReason.ERROR, code="step_failed", text="it broke")
+            return
         if position < len(request.planned):
             token_id = request.planned[position]
             request.output.append(token_id)
