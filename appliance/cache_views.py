@@ -11,8 +11,10 @@ from typing import Any
 
 from appliance.cost_meter import CostMeter
 from appliance.services import Services
-from appliance.session_views import cost_wire
+from appliance.session_views import copies_wire, cost_wire
 from engine.api import TreeNode
+from engine.errors import EngineError
+from sessions.errors import SessionError
 from sessions.residency import HASH_BYTES, TierCost
 from sessions.store import ListQuery
 from sessions.token_codec import decode_ids
@@ -73,22 +75,34 @@ def depths_of(nodes: Sequence[TreeNode]) -> dict[int, int]:
 
 
 async def cost_rows(services: Services, meter: CostMeter) -> list[dict[str, Any]]:
-    """Byte-seconds of the newest sessions, and where their KV is."""
+    """Byte-seconds of the newest sessions, and how many tokens each tier has a copy of."""
     page = await services.store.list_sessions(ListQuery(limit=MAX_SESSIONS))
     rows: list[dict[str, Any]] = []
     for session in page.sessions:
-        at = meter.resident(session.id)
         rows.append(
             {
                 "session_id": session.id,
                 "tenant": session.tenant,
                 "status": session.status,
                 "tokens_total": session.num_tokens,
-                "resident": None if at is None else {"l1": at.l1, "l2": at.l2, "l3": at.l3},
+                "copies": copies_wire(meter.copies(session.id)),
                 "cost": cost_wire(meter.cost_of(session)),
             }
         )
     return rows
+
+
+async def locate(services: Services, rows: Iterable[dict[str, Any]]) -> None:
+    """Put into rows where a turn would find each token, as the session's own cache view says."""
+    for row in rows:
+        try:
+            session = await services.store.get(row["session_id"])
+            token_ids = await services.store.read_tokens(session)
+            salt = services.salt_of(session.tenant)
+            hit = await services.client.query_prefix(token_ids, salt=salt, timeout_s=2.0)
+            row["resident"] = {"l1": hit.l1, "l2": hit.l2, "l3": hit.l3}
+        except (EngineError, SessionError):  # no engine, or the session went meanwhile
+            row["resident"] = None
 
 
 def tenant_rows(

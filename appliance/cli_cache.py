@@ -63,7 +63,11 @@ def cache_tree(
 @json_option
 @with_settings
 def cache_top(settings: Settings, by: str, limit: int, as_json: bool) -> None:
-    """Show who has taken the most KV: byte-seconds by tier, most first."""
+    """Show who has taken the most KV: byte-seconds by tier, most first.
+
+    l1, l2, l3: where a turn would find the tokens. What a lower tier has a copy of besides costs
+    as well; --json has those under `copies`.
+    """
     reply = ask(settings, "GET", "/admin/cache/top", params={"by": by, "limit": limit})
     if as_json:
         return print_json(reply)

@@ -48,8 +48,11 @@ class CostMeter:
         self._news: set[asyncio.Task[None]] = set()
         services.hub.listen(self._on_session_event)
 
-    def resident(self, session_id: str) -> TierTokens | None:
-        """Tokens by tier as the events tell; None for a session that is not tracked."""
+    def copies(self, session_id: str) -> TierTokens | None:
+        """Tokens by tier as the events tell, each copy counted, in whole pages; what costs.
+
+        None for a session that is not tracked.
+        """
         if self._residency is None or session_id not in self._tenants:
             return None
         return self._residency.tokens(session_id)

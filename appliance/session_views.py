@@ -16,6 +16,7 @@ from appliance.response_events import item_wire
 from appliance.services import Services
 from engine.errors import EngineUnavailableError
 from sessions.errors import ItemNotFound
+from sessions.lease_policy import TierTokens
 from sessions.leases import leased_tokens
 from sessions.residency import TierCost
 from sessions.session import Session
@@ -90,6 +91,7 @@ class SessionViews:
             "leased": max(leased_tokens(session.leases, tier, now_ms) for tier in TIERS),
             "shared_tokens": self._meter.shared_tokens(session_id),
             "reasoning": reasoning_wire(session, log),
+            "copies": copies_wire(self._meter.copies(session_id)),
             "cost": cost_wire(self._meter.cost_of(session)),
             "last_turn": None,
             "miss": None,
@@ -127,6 +129,11 @@ def cost_wire(cost: TierCost) -> dict[str, float]:
         "l2_byte_s": round(cost.l2_byte_s, 1),
         "l3_byte_s": round(cost.l3_byte_s, 1),
     }
+
+
+def copies_wire(copies: TierTokens | None) -> dict[str, int] | None:
+    """Return the tokens that each tier has a copy of; None where nobody has counted."""
+    return None if copies is None else {"l1": copies.l1, "l2": copies.l2, "l3": copies.l3}
 
 
 def page_wire(data: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Query
 
 from appliance.api.context import ApiContext, Context, admin_only
 from appliance.api.wire_sessions import QuotaBody
-from appliance.cache_views import MAX_SESSIONS, cost_rows, tenant_rows, tree_view
+from appliance.cache_views import MAX_SESSIONS, cost_rows, locate, tenant_rows, tree_view
 from appliance.doctor import examine
 from sessions.quota import effective_quota
 from sessions.store import TenantQuota
@@ -45,7 +45,10 @@ async def cache_top(
     if by == "tenant":
         rows = tenant_rows(rows, context.meter.cost_of_gone())
     rows.sort(key=lambda row: -sum(row["cost"].values()))
-    return {"object": "list", "data": rows[:limit], "has_more": len(rows) > limit}
+    data = rows[:limit]
+    if by == "session":
+        await locate(context.services, data)
+    return {"object": "list", "data": data, "has_more": len(rows) > limit}
 
 
 @router.get("/leases")

@@ -305,11 +305,27 @@ class LeaseList(TypedDict):
     has_more: bool
 
 
+class TierCosts(TypedDict):
+    """Byte-seconds of KV so far."""
+
+    l1_byte_s: float
+    l2_byte_s: float
+    l3_byte_s: float
+
+
 class CacheView(TypedDict, extra_items=Any):  # type: ignore[call-arg]
+    """`resident`: where a turn would find each token, the nearest tier; unknown without an engine.
+
+    `copies`: tokens that each tier holds, in whole pages.
+    """
+
     object: Literal["session.cache"]
     session_id: str
     tokens_total: int
-    leased: Any
+    leased: int
+    shared_tokens: int
+    cost: TierCosts
+    copies: TierTokens | None
     last_turn: TurnCache | None
     miss: Miss | None
     resident: NotRequired[TierTokens]

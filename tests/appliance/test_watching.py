@@ -60,7 +60,7 @@ def test_a_session_s_kv_is_counted_in_byte_seconds_and_kept_with_it(tmp_path: Pa
         app.turn(session_id, TEXT)
         app.turn(other, "short")
         deadline = time.monotonic() + 10
-        while not (at := meter.resident(session_id)) or not at.l1:
+        while not (at := meter.copies(session_id)) or not at.l1:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         num_tokens = app.get(path).json()["num_tokens"]
@@ -79,7 +79,11 @@ def test_a_session_s_kv_is_counted_in_byte_seconds_and_kept_with_it(tmp_path: Pa
         assert at.l1 * KV_BYTES * 0.25 < second - first < at.l1 * KV_BYTES * spent_s * 1.2
         top = app.get("/admin/cache/top").json()["data"]
         assert [row["session_id"] for row in top] == [session_id, other]
-        assert top[0]["resident"]["l1"] == at.l1
+        for row in top:  # both say where a turn would find the tokens, and what each tier holds
+            view = app.get(f"/v1/sessions/{row['session_id']}/cache").json()
+            assert row["resident"] == view["resident"] and row["copies"] == view["copies"]
+        assert top[0]["resident"] == {"l1": num_tokens - 1, "l2": 0, "l3": 0}
+        assert top[0]["copies"]["l1"] == at.l1
         app.turn(session_id, "more")  # brings it into the store
         app.restart()
         kept = app.get(f"{path}/cache").json()["cost"]["l1_byte_s"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Generated from openapi.json (sha256 475a3a7e1c046de8) by clients/generate.py; do not edit.
+# Generated from openapi.json (sha256 8ae561c4035d0c2b) by clients/generate.py; do not edit.
 
 from __future__ import annotations
 
@@ -268,6 +268,16 @@ class TextPart(TypedDict):
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
 
 
+class TierCosts(TypedDict):
+    """
+    Byte-seconds of KV so far.
+    """
+
+    l1_byte_s: float
+    l2_byte_s: float
+    l3_byte_s: float
+
+
 class TierTokens(TypedDict):
     """
     Tokens per tier; an absent tier is unknown.
@@ -347,12 +357,21 @@ class CacheBody(TypedDict):
 
 
 class CacheView(TypedDict):
+    """
+    `resident`: where a turn would find each token, the nearest tier; unknown without an engine.
+
+    `copies`: tokens that each tier holds, in whole pages.
+    """
+
+    copies: TierTokens | None
+    cost: TierCosts
     last_turn: TurnCache | None
-    leased: Any
+    leased: int
     miss: Miss | None
     object: Literal["session.cache"]
     resident: NotRequired[TierTokens]
     session_id: str
+    shared_tokens: int
     tokens_total: int
 
 
