@@ -86,9 +86,12 @@ def test_rules_with_a_budget_stay_apart() -> None:
 def test_a_character_that_the_engine_prints_by_number_stays_itself(char: str) -> None:
     """0.2.8 prints two digits behind the x and reads all that follow."""
     written = f"a{char}b1\\{char}0"
-    parts = [{"type": "const_string", "value": written}]
-    parts += [{"type": "json_schema", "json_schema": {"enum": [f"{char}{char}f"]}}]
-    raw, by_number = f'"{char}{char}f"', f'"{f"\\u{ord(char):04x}" * 2}f"'
+    schema = {"enum": [f"{char}{char}f"]}
+    parts: list[dict[str, Any]] = [
+        {"type": "const_string", "value": written},
+        {"type": "json_schema", "json_schema": schema},
+    ]
+    raw, by_number = f'"{char}{char}f"', '"' + f"\\u{ord(char):04x}" * 2 + 'f"'
     for compiled in both_ways(tag_of({"type": "sequence", "elements": parts}), byte_compiler()):
         matcher = xgrammar.GrammarMatcher(compiled)
         assert matcher.accept_string(written)
