@@ -50,6 +50,7 @@ class FakeEngine:
         *,
         tokens_per_s: float = 0.0,  # 0: as fast as it can
         prefill_s: float = 0.0,
+        burst: int = 1,  # tokens in one message, as speculation gives
         progress_steps: int = 0,  # PrefillProgress messages before the first token
         eos_id: int = 2,
         vocab_size: int = 49152,
@@ -62,6 +63,7 @@ class FakeEngine:
         self.script = script
         self.tokens_per_s = tokens_per_s
         self.prefill_s = prefill_s
+        self.burst = burst
         self.progress_steps = progress_steps
         self.eos_id = eos_id
         self.grammar_check = grammar_check
@@ -333,37 +335,40 @@ class FakeEngine:
         if position == self.fail_at:
             self._finish(request, api.FinishReason.ERROR, code="step_failed", text="it broke")
             return
-        if position < len(request.planned):
-            token_id = request.planned[position]
-            request.output.append(token_id)
-            self._num_tokens += 1
-            logprobs = None
-            if sampling.num_logprobs >= 0:
-                tops = sampling.num_logprobs
-                logprobs = (
-                    api.TokenLogprobs(
-                        logprob=-0.5,
-                        top_ids=tuple(range(token_id, token_id + tops)),
-                        top_logprobs=tuple(-0.5 - i for i in range(tops)),
-                    ),
-                )
+        token_ids = self._next_ids(request)
+        if token_ids:
+            request.output += token_ids
+            self._num_tokens += len(token_ids)
             tokens = api.Tokens(
                 request_id=request.wire.request_id,
                 start=position,
-                token_ids=pack_ids([token_id]),
-                logprobs=logprobs,
+                token_ids=pack_ids(token_ids),
+                logprobs=_logprobs(token_ids, sampling.num_logprobs),
             )
             self._send(request.peers, tokens)
-            is_stop = token_id in sampling.stop_token_ids or (
-                token_id == self.eos_id and not sampling.ignore_eos
-            )
-            if is_stop:
-                self._finish(request, api.FinishReason.STOP, stop_token_id=token_id)
+            if self._is_stop(request, token_ids[-1]):
+                self._finish(request, api.FinishReason.STOP, stop_token_id=token_ids[-1])
                 return
         if len(request.output) >= sampling.max_new_tokens:
             self._finish(request, api.FinishReason.LENGTH)
         elif len(request.output) >= len(request.planned):
             self._finish(request, api.FinishReason.STOP)
+
+    def _next_ids(self, request: _Request) -> list[int]:
+        """The tokens of one step: up to what stops the request, or to its limit."""
+        start = len(request.output)
+        most = min(start + self.burst, request.wire.sampling.max_new_tokens)
+        token_ids: list[int] = []
+        for token_id in request.planned[start:most]:
+            token_ids.append(token_id)
+            if self._is_stop(request, token_id):
+                break
+        return token_ids
+
+    def _is_stop(self, request: _Request, token_id: int) -> bool:
+        sampling = request.wire.sampling
+        is_end = token_id == self.eos_id and not sampling.ignore_eos
+        return is_end or token_id in sampling.stop_token_ids
 
     def _finish(
         self,
@@ -486,6 +491,19 @@ class FakeEngine:
             "cached_pages": 0,
             "output_tokens": self._num_tokens,
         }
+
+
+def _logprobs(token_ids: list[int], num_tops: int) -> tuple[api.TokenLogprobs, ...] | None:
+    if num_tops < 0:
+        return None
+    return tuple(
+        api.TokenLogprobs(
+            logprob=-0.5,
+            top_ids=tuple(range(token_id, token_id + num_tops)),
+            top_logprobs=tuple(-0.5 - i for i in range(num_tops)),
+        )
+        for token_id in token_ids
+    )
 
 
 def _without(sequence: list[int], ids: list[int], keep: int) -> list[int]:
