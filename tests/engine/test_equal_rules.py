@@ -76,10 +76,15 @@ def test_a_start_rule_keeps_its_name_beside_one_that_equals_it() -> None:
 def test_rules_with_a_budget_stay_apart() -> None:
     text = 'a[max_tokens=2] ::= (("x"))\nb[max_tokens=2] ::= (("x"))\nroot ::= ((a b))\n'
     assert merge_equal_rules(text) == text
-    tag = tag_of({"type": "any_text", "max_tokens": 2, "excludes": ["|"]})
+    text_of_two = {"type": "any_text", "max_tokens": 2, "excludes": ["|"]}
+    end = {"type": "const_string", "value": "|"}
+    tag = tag_of({"type": "sequence", "elements": [text_of_two, end]})
     for compiled in both_ways(tag, byte_compiler()):
-        matcher = xgrammar.GrammarMatcher(compiled)
-        assert [matcher.accept_token(byte - 1) for byte in b"abc"] == [True, True, False]
+        num_allowed = [
+            int(np.unpackbits(np.frombuffer(mask, dtype=np.uint8)).sum())
+            for mask in masks(compiled, [byte - 1 for byte in b"ab|"], 8)
+        ]
+        assert num_allowed == [255, 255, 1, 1]  # then the bar alone, then the end alone
 
 
 @pytest.mark.parametrize("char", ["\x01", "\x1f", "\x7f", "\x80", "\xe9", "\xff", "\u2028"])
