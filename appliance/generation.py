@@ -100,15 +100,12 @@ class Generation:
 
     def _take(self, item: api.Tokens) -> Step:
         ids = decode_ids(item.token_ids)
-        events: list[parsed.Event] = []
-        taken = 0
-        for token_id in ids:
-            if self.answer.is_stopped:
-                break
-            events += self.answer.push(token_id)
-            taken += 1
+        num_known = self.num_output
+        events = [event for event, _ in self.answer.take(ids)]
         self._note(events)
-        return Step(token_ids=ids[:taken], events=events, logprobs=(item.logprobs or ())[:taken])
+        num_taken = self.num_output - num_known
+        logprobs = (item.logprobs or ())[:num_taken]
+        return Step(token_ids=ids[:num_taken], events=events, logprobs=logprobs)
 
     def _note(self, events: list[parsed.Event]) -> None:
         for event in events:

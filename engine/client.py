@@ -135,7 +135,7 @@ class EngineClient:
 
     # Requests -----------------------------------------------------------------------------
 
-    async def generate(
+    def generate(
         self, request: api.GenerateRequest, *, abort_on_close: bool = True
     ) -> AsyncGenerator[StreamItem, None]:
         """Run a request and yield what it produces, ending with `Finished`.
@@ -153,11 +153,9 @@ class EngineClient:
         stream = OutputStream(
             request.request_id, request=request, base=len(request.resume_token_ids) // 4
         )
-        async with contextlib.aclosing(self._run_stream(stream, request, abort_on_close)) as items:
-            async for item in items:
-                yield item
+        return self._run_stream(stream, request, abort_on_close)
 
-    async def attach(
+    def attach(
         self,
         request_id: str,
         from_output: int = 0,
@@ -170,9 +168,7 @@ class EngineClient:
         """
         stream = OutputStream(request_id, request=None, base=from_output)
         message = api.AttachRequest(request_id=request_id, from_output=from_output)
-        async with contextlib.aclosing(self._run_stream(stream, message, abort_on_close)) as items:
-            async for item in items:
-                yield item
+        return self._run_stream(stream, message, abort_on_close)
 
     async def abort(self, request_id: str) -> None:
         """Ask the engine to stop a request; its stream ends with `Finished{aborted}`."""
@@ -335,10 +331,13 @@ class EngineClient:
         try:
             stream.touch()
             self._send(first)
-            async for item in stream:
-                if isinstance(item, api.Finished):
-                    self._forget(stream)  # a reader may stop here and never come back
-                yield item
+            while True:
+                for item in await stream.news():
+                    if isinstance(item, api.Finished):
+                        self._forget(stream)  # a reader may stop here and never come back
+                        yield item
+                        return
+                    yield item
         finally:
             self._forget(stream)
             if not stream.is_finished and abort_on_close and self._socket is not None:

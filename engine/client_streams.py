@@ -113,20 +113,13 @@ class OutputStream:
             self.request, resume_token_ids=self.request.resume_token_ids + bytes(self._ids)
         )
 
-    async def __aiter__(self) -> AsyncGenerator[StreamItem, None]:
-        while True:
-            await self._news()
-            for item in self._take():
-                yield item
-                if isinstance(item, api.Finished):
-                    return
-
-    async def _news(self) -> None:
-        """Wait until there is something to give out."""
+    async def news(self) -> list[StreamItem]:
+        """Wait until there is something to give out; nothing comes after `Finished`."""
         while not self._is_due():
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self._has_news = self._is_urgent = False
+        return self._take()
 
     def _is_due(self) -> bool:
         return self._is_urgent or (self._has_news and time.monotonic() >= self._tokens_due_s)

@@ -125,21 +125,11 @@ async def _stream(
 
 def _event_stream(context: ApiContext, events: TurnEvents, after: int) -> Any:
     return event_stream(
-        _counted(context, events.read(after)),
+        events.read(after),
         context.services.config.server.heartbeat_s,
         {"X-Turn-Id": events.turn_id},
+        readers=context.services.metrics.stream_readers,
     )
-
-
-async def _counted(context: ApiContext, frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    readers = context.services.metrics.stream_readers
-    readers.inc()
-    try:
-        async for frame in frames:
-            yield frame
-    finally:
-        readers.dec()
-        await frames.aclose()  # type: ignore[attr-defined]
 
 
 async def _once(frame: bytes) -> AsyncIterator[bytes]:
