@@ -29,6 +29,7 @@ class DeviceModelRunner:
         max_context_len: int,
         model_fingerprint: str,
         eager: bool,
+        warms_prefill: bool = True,
     ) -> None:
         self._pool = pool
         self.vocab_size = model.vocab_size
@@ -44,6 +45,7 @@ class DeviceModelRunner:
             table_width=-(-max_context_len // self.page_size) + 1,
             sentinel_page=self.num_pages,
             eager=eager,
+            warms_prefill=warms_prefill,
         )
         self._launcher = DeviceLauncher(model, pool.kv, limits)
         self.next_input_ids = self._launcher.next_input_ids

@@ -22,6 +22,7 @@ from engine.weights.gguf_weights import GgufWeights
 from engine.weights.quantized import declared_block_format, open_hf_weights
 from engine.weights.reader import RandomWeights, WeightReader
 from engine.weights.source import ModelKind, ModelSource, resolve_model
+from kernels.fixed_order import use_fixed_order
 from kernels.registry import REGISTRY, Priority
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -67,6 +68,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     max_context_len = _context_len(config, opened.decoder.max_context_len)
     device = choose_device(config, opened.kind)
     dtype_name, keep_packed = _choose_precision(config, source, device.type, opened)
+    if config.deterministic and device.type == "cuda":
+        use_fixed_order()
     options = LoadOptions(
         dtype=_DTYPES[dtype_name],
         keep_packed=keep_packed,
@@ -135,7 +138,7 @@ def _choose_precision(
             "engine.weights", config.weights, f"auto | dequantized, as {source.path} is {kinds}"
         )
     if config.deterministic:
-        return _deterministic_precision(config)
+        return _deterministic_precision(config, device)
     is_fast = device != "cpu" or (opened.kind.has_fused_decoder and has_compiled_decoder())
     dtype_name = config.dtype
     if dtype_name == "auto":
@@ -154,15 +157,23 @@ def has_compiled_decoder() -> bool:
     )
 
 
-def _deterministic_precision(config: EngineConfig) -> tuple[str, bool]:
-    """fp32 throughout: low-precision paths differ with the number of tokens in a step."""
-    if config.dtype == "bfloat16":
-        raise ConfigError("engine.dtype", config.dtype, "float32 where engine.deterministic is set")
+def _deterministic_precision(config: EngineConfig, device: str) -> tuple[str, bool]:
+    """fp32 throughout: low-precision paths differ with the number of tokens in a step. On a GPU
+    bfloat16 may be asked for, as its kernels of fixed order take both."""
+    allowed = "float32" if device == "cpu" else "float32 | bfloat16"
+    if config.dtype == "bfloat16" and device == "cpu":
+        raise ConfigError(
+            "engine.dtype", config.dtype, f"{allowed} where engine.deterministic is set"
+        )
     if config.weights == "packed":
         raise ConfigError(
             "engine.weights", config.weights, "dequantized where engine.deterministic is set"
         )
-    return "float32", False
+    if config.kv_dtype == "fp8":
+        raise ConfigError(
+            "engine.kv_dtype", config.kv_dtype, "auto | bf16 where engine.deterministic is set"
+        )
+    return ("float32" if config.dtype == "auto" else config.dtype), False
 
 
 def _open(source: ModelSource, is_dummy: bool) -> _Opened:

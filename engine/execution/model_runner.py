@@ -197,9 +197,10 @@ def _device_runner(
     config: EngineConfig, loaded: LoadedModel, layout: KvLayout
 ) -> DeviceModelRunner:
     """The pool takes what weights left free, less what steps need at their largest."""
-    is_capturable = loaded.dtype_name == "bfloat16"
+    is_capturable = loaded.dtype_name == "bfloat16" and not config.deterministic
     if not is_capturable and not config.eager:
-        logger.warning("engine.eager is taken as set: %s runs without graphs", loaded.dtype_name)
+        reason = "deterministic" if config.deterministic else loaded.dtype_name
+        logger.warning("engine.eager is taken as set: %s runs without graphs", reason)
     num_pages = count_pages(
         DevicePoolConfig(
             pool_tokens=config.kv_pool_tokens,
@@ -219,6 +220,7 @@ def _device_runner(
         max_context_len=loaded.max_context_len,
         model_fingerprint=_fingerprint(loaded, layout),
         eager=config.eager or not is_capturable,
+        warms_prefill=not config.deterministic,  # one form of each kernel serves every step
     )
 
 

@@ -63,6 +63,16 @@ def test_interpreted_sampling_kernels_choose_what_their_references_choose() -> N
     assert out.count("ok ") == 7
 
 
+@pytest.mark.parametrize(
+    "checks", [["linear", "experts", "attention"], pytest.param(["model"], marks=pytest.mark.slow)]
+)
+def test_interpreted_kernels_of_fixed_order_give_a_row_its_bits_whatever_is_beside_it(
+    checks: list[str],
+) -> None:
+    out = _run("tests.kernels.triton_fixed_interpreted", checks, TRITON_INTERPRET="1")
+    assert out.count("ok ") == len(checks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "instructions"),
@@ -76,6 +86,11 @@ def test_interpreted_sampling_kernels_choose_what_their_references_choose() -> N
         ("draw_choose", {"mma_sync": False}),
         ("draw_candidates", {"mma_sync": False}),
         ("edit_rows", {"mma_sync": False}),
+        ("fixed_linear", {"mma_sync": True}),
+        ("fixed_linear_fp32", {"mma_sync": False}),
+        ("fixed_experts", {"mma_sync": True}),
+        ("fixed_part", {"mma_sync": True}),
+        ("fixed_part_fp32", {"mma_sync": False}),
         ("moe_gate_up", {"mma_sync": True, "bf16x2_scale": True}),
     ],
 )

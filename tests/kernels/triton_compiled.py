@@ -59,6 +59,10 @@ TENSORS = {
     "frequencies": "*fp32",
     "masks": "*i32",
     "bad": "*i32",
+    "pair_ends": "*i32",
+    "tile_ends": "*i32",
+    "token_slots": "*i32",
+    "token_lens": "*i32",
 }
 SCALARS = {"eps": "fp32", "scale_log2": "fp32", "scale": "fp32", "page_stride": "i64"}
 
@@ -215,7 +219,39 @@ def edit_rows() -> Any:
     return compile_one(edit_rows_kernel, _ROW, warps=4, types=types)
 
 
+_FIXED = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=64)
+_FP32 = {name: "*fp32" for name in ("x", "w", "q", "kv", "out")}
+_BF16 = {name: "*bf16" for name in _FP32}
+
+
+def fixed_linear(types: dict[str, str] = _BF16, warps: int = 4) -> Any:
+    from kernels.triton.fixed_linear import fixed_linear_kernel
+
+    constants = {**_FIXED, "x_k_stride": 1, "w_k_stride": 1}
+    return compile_one(fixed_linear_kernel, constants, warps=warps, types=types)
+
+
+def fixed_experts() -> Any:
+    from kernels.triton.fixed_linear import fixed_experts_kernel
+
+    constants = {**_FIXED, "EXPERTS_PAD": 64}
+    return compile_one(fixed_experts_kernel, constants, warps=4, types=_BF16)
+
+
+def fixed_part(types: dict[str, str] = _BF16, warps: int = 4) -> Any:
+    from kernels.triton.fixed_attention import fixed_part_kernel
+
+    constants = dict(H=16, D=512, R=64, PAGE=64, PART=1024, NUM_PARTS=64, TILE=64)
+    constants |= dict(SLICE=128, CHUNK=64, BLOCK_H=16)
+    return compile_one(fixed_part_kernel, constants, warps=warps, types=types)
+
+
 KERNELS = {
+    "fixed_linear": fixed_linear,
+    "fixed_linear_fp32": lambda: fixed_linear(_FP32, 8),
+    "fixed_experts": fixed_experts,
+    "fixed_part": fixed_part,
+    "fixed_part_fp32": lambda: fixed_part(_FP32, 8),
     "draw_candidates": draw_candidates,
     "draw_choose": draw_choose,
     "edit_rows": edit_rows,

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 
 from kernels.ops.edit import RowEdits
@@ -135,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

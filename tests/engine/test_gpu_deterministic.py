@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`engine.deterministic` on a GPU: a row gets the same bits whatever shares its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.execution.model_runner import build_model_runner
+from kernels.fixed_order import use_usual_order
+from tests.fakes.paged_driver import PagedDriver, Row
+from tests.fakes.tiny_deepseek import write_tiny_deepseek
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+# Sizes of the real thing, few layers and experts.
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+PROMPT = 1400  # more than one part of the attention
+NUM_STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def usual_order() -> Iterator[None]:
+    yield
+    use_usual_order()
+
+
+def _ids(num: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 1000, (num,), generator=generator).tolist()
+
+
+def _said(runner: Any, others: int, chunk: int) -> torch.Tensor:
+    """Logits of a prompt's end and of the steps behind it, beside other rows."""
+    driver = PagedDriver(runner, seed=others + chunk)
+    mine = driver.open(others)
+    beside: list[Row] = [driver.open(slot) for slot in range(others)]
+    for number, row in enumerate(beside):
+        driver.step([(row, _ids(20 + 90 * number, number))])
+    logits, ids = [], _ids(PROMPT, 77)
+    for start in range(0, PROMPT, chunk):
+        parts = [(mine, ids[start : start + chunk]), *((row, [9]) for row in beside)]
+        last = driver.step(parts)[0]
+    logits.append(last)
+    for number in range(NUM_STEPS):
+        parts = [*((row, [11]) for row in beside), (mine, [500 + number])]
+        logits.append(driver.step(parts)[-1])
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_alone_and_in_batches(tmp_path: Path, dtype: str) -> None:
+    write_tiny_deepseek(tmp_path, **SHAPE)
+    config = EngineConfig(
+        model=str(tmp_path),
+        load_format="dummy",
+        device="cuda",
+        dtype=dtype,
+        deterministic=True,
+        max_slots=17,
+        token_budget=2048,
+        kv_pool_tokens=65536,
+    )
+    runner = build_model_runner(config)
+    alone = _said(runner, 0, PROMPT)
+    assert bool(torch.isfinite(alone).all())
+    for others, chunk in ((0, 333), (1, PROMPT), (7, 700), (16, 450)):
+        found = _said(runner, others, chunk)
+        assert torch.equal(found, alone), f"{others} other rows, chunks of {chunk}"
+
+
+def test_fp32_of_fixed_order_is_near_the_host(tmp_path: Path) -> None:
+    write_tiny_deepseek(tmp_path, **SHAPE)
+    found = []
+    for device in ("cpu", "cuda"):
+        config = EngineConfig(
+            model=str(tmp_path),
+            load_format="dummy",
+            device=device,
+            deterministic=True,
+            max_slots=4,
+            token_budget=512,
+            kv_pool_tokens=4096,
+        )
+        driver = PagedDriver(build_model_runner(config), seed=1)
+        row = driver.open(0)
+        found.append(driver.step([(row, _ids(100, 5))])[0])
+    similarity = torch.nn.functional.cosine_similarity(found[0], found[1], dim=0)
+    assert float(similarity) > 0.9999
