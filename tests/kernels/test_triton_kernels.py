@@ -58,9 +58,18 @@ def test_interpreted_kernels_of_a_decode_step_agree_with_their_references() -> N
     assert out.count("ok ") == 21
 
 
-def test_interpreted_sampling_kernels_choose_what_their_references_choose() -> None:
-    out = _run("tests.kernels.triton_sampling_interpreted", [], TRITON_INTERPRET="1")
-    assert out.count("ok ") == 7
+@pytest.mark.parametrize(
+    "checks",
+    [
+        ["candidates", "broken", "edit"],
+        pytest.param(["no_room", "flat", "ends", "ties"], marks=pytest.mark.slow),
+    ],
+)
+def test_interpreted_sampling_kernels_choose_what_their_references_choose(
+    checks: list[str],
+) -> None:
+    out = _run("tests.kernels.triton_sampling_interpreted", checks, TRITON_INTERPRET="1")
+    assert out.count("ok ") == len(checks)
 
 
 @pytest.mark.parametrize(
