@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import logging
+import os
 import socket
 import sys
 from pathlib import Path
@@ -32,10 +34,20 @@ GRACE_S = 2
 class DrainingServer(uvicorn.Server):
     """Ends the streams that would never end by themselves before it waits for the others."""
 
-    def __init__(self, config: uvicorn.Config, context: ApiContext) -> None:
+    def __init__(
+        self, config: uvicorn.Config, context: ApiContext, heartbeat_fd: int | None = None
+    ) -> None:
         super().__init__(config)
         self._context = context
         self._services = context.services
+        self._heartbeat_fd = heartbeat_fd
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: a sign of life for the supervisor, an eventfd of its own."""
+        if self._heartbeat_fd is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self._heartbeat_fd, 1)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Readers and turns have the same time to end in, not one after the other."""
@@ -58,6 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The API process of Moorage.")
     parser.add_argument("--config", type=Path, required=True, help="what the supervisor wrote")
     parser.add_argument("--fd", type=int, required=True, help="the listening socket")
+    parser.add_argument("--heartbeat-fd", type=int, metavar="FD", help="eventfd for signs of life")
     arguments = parser.parse_args()
     config = read_resolved(arguments.config)
     logs.configure("api", config.server.log_level)
@@ -82,6 +95,7 @@ def main() -> int:
             timeout_graceful_shutdown=int(config.server.drain_s) + GRACE_S,
         ),
         app.state.context,
+        arguments.heartbeat_fd,
     )
     listener = socket.socket(fileno=arguments.fd)
     listener.setblocking(False)

@@ -55,7 +55,7 @@ class ServerConfig:
     max_restarts: int = 8
     """Restarts of one process within a minute before the appliance gives up."""
     hang_s: float = 120.0
-    """Seconds without a sign of life after which the engine process is killed; 0: never."""
+    """Seconds without a sign of life after which a process is killed and restarted; 0: never."""
     model_name: str = ""
     """Name the model is served under; empty: the engine's own name for it."""
     model_aliases: dict[str, str] = field(default_factory=dict)

@@ -8,7 +8,7 @@ The engine's own counters are fetched when a scrape comes and appear as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import (
@@ -19,7 +19,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.api import CacheHit, TierStatus
@@ -71,15 +71,37 @@ class TierCollector(Collector):
         yield from (up, used, capacity, pages)
 
 
-class Metrics:
-    """The series of one appliance, in a registry of their own."""
+class ProcessCollector(Collector):
+    """Shows what the supervisor wrote about the processes it keeps up."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_state: Callable[[], Mapping[str, Any] | None]) -> None:
+        self._read_state = read_state
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._read_state() or {}
+        for key, text in (
+            ("restarts", "Processes that were started again, since the appliance was started."),
+            ("hangs", "Processes that lived, gave no sign of life and were killed for it."),
+        ):
+            family = CounterMetricFamily(f"moorage_process_{key}", text, labels=["process"])
+            for process, number in sorted((state.get(key) or {}).items()):
+                family.add_metric([process], float(number))
+            yield family
+
+
+class Metrics:
+    """The series of one appliance, in a registry of their own.
+
+    read_state: what the supervisor says of its processes; None where there is none.
+    """
+
+    def __init__(self, read_state: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
         self.registry = CollectorRegistry()
         self.engine_stats = EngineStatsCollector()
         self.registry.register(self.engine_stats)
         self.tiers = TierCollector()
         self.registry.register(self.tiers)
+        self.registry.register(ProcessCollector(read_state))
         self._declare_http()
         self._declare_turns()
         self._declare_cache()

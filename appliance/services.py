@@ -35,7 +35,7 @@ from appliance.response_events import ResponseEvents, derived_id
 from appliance.response_store import ResponseStore
 from appliance.session_hub import SessionHub
 from appliance.stores import build_store
-from appliance.supervisor import read_admin_key
+from appliance.supervisor import read_admin_key, read_state
 from appliance.thinking import thinking_options
 from appliance.turn_events import EventJournals
 from engine.client import EngineClient
@@ -349,7 +349,7 @@ def build_services(config: ApplianceConfig, assets: TextAssets | None = None) ->
             control_markers(assets, tool_format),
         ),
         journals=EventJournals(server.state_dir / "turns", server.replay_minutes * 60),
-        metrics=Metrics(),
+        metrics=Metrics(lambda: read_state(server.run_dir)),
         admin_key=read_admin_key(server.run_dir),
         owner=read_owner(server.state_dir),
         recall=Recall(

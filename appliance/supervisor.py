@@ -63,6 +63,7 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     restart_at_s: float | None = None
     restarts: int = 0
+    hangs: int = 0
 
     def start(self) -> None:
         if self.pulse is not None:
@@ -164,14 +165,15 @@ class Supervisor:
         engine_path = server.run_dir / ENGINE_CONFIG_FILE
         engine_path.write_bytes(self.config.engine.to_json())
         engine_args = ["--config-json", str(engine_path), "--log-level", server.log_level]
-        # Both outlive the engine: what L2 holds, and the way to see that it lives.
-        memory_fd, pulse = keep_memory(), Pulse()
+        # They outlive the processes: what L2 holds, and the ways to see that each lives.
+        memory_fd, pulse, api_pulse = keep_memory(), Pulse(), Pulse()
         engine_args += ["--l2-fd", str(memory_fd), "--heartbeat-fd", str(pulse.fd)]
         api_args = ["--config", str(config_path), "--fd", str(fd)]
+        api_args += ["--heartbeat-fd", str(api_pulse.fd)]
         # Both at once: the API process loads its tokenizer while the engine loads its weights.
         for name, module, args, fds, watched in (
             ("engine", self.engine_module, engine_args, (memory_fd, pulse.fd), pulse),
-            ("api", "appliance.api_main", api_args, (fd,), None),
+            ("api", "appliance.api_main", api_args, (fd, api_pulse.fd), api_pulse),
         ):
             child = Child(name, module, args, RestartPolicy(server.max_restarts), fds, watched)
             self._children.append(child)
@@ -242,6 +244,7 @@ class Supervisor:
         silent_s = child.pulse.silent_s(now_s)
         if silent_s > limit_s and child.process.poll() is None:
             logger.error("%s process hangs: no sign of life for %.1f s", child.name, silent_s)
+            child.hangs += 1
             child.process.kill()
             child.process.wait()
 
@@ -272,6 +275,7 @@ class Supervisor:
                 **{child.name: child.restarts for child in self._children},
                 **(mooncake.restarts if mooncake is not None else {}),
             },
+            "hangs": {child.name: child.hangs for child in self._children},
         }
         path = self.config.server.run_dir / STATE_FILE
         temporary = path.with_suffix(".new")

@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from appliance.metrics import Metrics
 from appliance.process_spawn import RestartPolicy, describe_exit
 from appliance.supervisor import StartError, bind_listener, lock_run_dir, read_state
 
@@ -37,7 +38,14 @@ pathlib.Path(__file__).with_name("ended").write_text("by itself")
 """
 API_CHILD = """
 import http.server, socket, sys
+import os, threading, time
 fd = int(sys.argv[sys.argv.index("--fd") + 1])
+pulse = int(sys.argv[sys.argv.index("--heartbeat-fd") + 1])
+def beat():
+    while True:
+        os.eventfd_write(pulse, 1)
+        time.sleep(0.02)
+threading.Thread(target=beat, daemon=True).start()
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = str(__import__("os").getpid()).encode()
@@ -56,7 +64,8 @@ from pathlib import Path
 from appliance import supervisor, process_spawn, logs
 from appliance.config import config_from_table
 logs.configure("supervisor", "INFO")
-config = config_from_table({"server": {"state_dir": sys.argv[1], "port": 0, "max_restarts": 3}})
+server = {"state_dir": sys.argv[1], "port": 0, "max_restarts": 3, "hang_s": float(sys.argv[2])}
+config = config_from_table({"server": server})
 original = supervisor.spawn
 def spawn(module, args, pass_fds=()):
     return original({"engine.process": "fake_engine", "appliance.api_main": "fake_api"}[module],
@@ -75,13 +84,15 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 20.0) -> object
 
 
 class Running:
-    def __init__(self, folder: Path, dies: int = 0, engine: str = "") -> None:
+    def __init__(
+        self, folder: Path, dies: int = 0, engine: str = "", hang_s: float = 120.0
+    ) -> None:
         self.folder = folder
         (folder / "fake_engine.py").write_text(engine or ENGINE_CHILD.format(dies=dies))
         (folder / "fake_api.py").write_text(API_CHILD)
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, str(folder)],
+            [sys.executable, "-c", RUN, str(folder), str(hang_s)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -152,6 +163,24 @@ def test_a_killed_child_is_started_again_and_no_connection_is_refused(folder: Pa
     assert now["engine"] != pids["engine"] and now["api"] != pids["api"]
     assert running.state()["url"] == state["url"]
     assert running.stop()[0] == 0
+
+
+def test_a_child_that_hangs_is_killed_and_started_again_and_that_is_counted(folder: Path) -> None:
+    running = Running(folder, hang_s=1.0)
+    state = running.wait_ready()
+    pids = dict(state["pids"])  # type: ignore[call-overload]
+    os.kill(pids["api"], signal.SIGSTOP)
+    wait_for(lambda: running.state()["restarts"]["api"] == 1)  # type: ignore[index]
+    after = running.state()
+    # An engine that has never given a sign of life is still loading, however long that takes.
+    assert after["hangs"] == {"engine": 0, "api": 1} and after["pids"]["engine"] == pids["engine"]  # type: ignore[index]
+    assert after["pids"]["api"] != pids["api"]  # type: ignore[index]
+    assert httpx.get(str(state["url"]), timeout=20).status_code == 200
+    shown = Metrics(lambda: read_state(folder / "run")).render().decode()
+    assert 'moorage_process_hangs_total{process="api"} 1.0' in shown
+    assert 'moorage_process_restarts_total{process="engine"} 0.0' in shown
+    status, _, err = running.stop()
+    assert status == 0 and "api process hangs: no sign of life for" in err
 
 
 def test_children_do_not_outlive_a_killed_supervisor(folder: Path) -> None:
