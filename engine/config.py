@@ -130,6 +130,8 @@ class EngineConfig:
     """Run without captured graphs."""
     deterministic: bool = False
     """Same tokens whatever the batch, chunking or cache state; slower."""
+    kernels: str = ""
+    """Kernels to run instead of the chosen ones, `family=name` each, comma-separated."""
     speculation: str = "none"
     """none | ngram (drafts from what the request already said: the same tokens, sooner)."""
     max_draft_tokens: int = 8

@@ -21,8 +21,9 @@ from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.memory import free_device_bytes, free_host_bytes
 from engine.execution.model_loading import LoadedModel, has_compiled_decoder, load_model
 from engine.models.model import PagedModel, StepRows
-from kernels.errors import KernelInputError
+from kernels.errors import KernelInputError, NoKernelFoundError
 from kernels.ops.page_copy import copy_pages
+from kernels.selection import set_override
 from kvtiers.config import DevicePoolConfig
 from kvtiers.device_pool import DevicePool, count_pages
 from kvtiers.layout import KvLayout
@@ -141,6 +142,7 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRu
     started = time.monotonic()
     use_threads(config.num_threads or len(os.sched_getaffinity(0)))
     loaded = load_model(config)
+    override_kernels(config.kernels)
     layout = loaded.model.kv_layout(config.page_size, choose_kv_dtype(config, loaded))
     build = _host_runner if loaded.device.type == "cpu" else _device_runner
     runner = build(config, loaded, layout)
@@ -156,6 +158,21 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRu
         time.monotonic() - started,
     )
     return runner
+
+
+def override_kernels(setting: str) -> None:
+    """Make `family=name,family=name` so, for the whole process.
+
+    Raises:
+        ConfigError: a part is no such pair, or names a kernel that is not there.
+    """
+    for pair in filter(None, (part.strip() for part in setting.split(","))):
+        family, _, name = pair.partition("=")
+        try:
+            set_override(family.strip(), name.strip())
+        except NoKernelFoundError as error:
+            allowed = "family=name, as `python -m kernels ls` has them"
+            raise ConfigError("engine.kernels", pair, allowed, str(error)) from error
 
 
 def choose_kv_dtype(config: EngineConfig, loaded: LoadedModel) -> str:

@@ -140,21 +140,21 @@ def _launch_fp8(
     return out
 
 
-def _refuse_pair(call: CallSignature) -> str | None:
+def refuse_pair(call: CallSignature) -> str | None:
     if int(call.trait("query_rows")) > 16:
         return f"a row has {call.trait('query_rows')} query tokens times heads, it takes up to 16"
     return refuse_fp8(call)
 
 
-# Not yet measured, so in the lowest band: only an override chooses it.
+# Not yet measured: only an override chooses it.
 @register_kernel(
     "mla_decode",
     "gluon_hopper_fp8_pair",
-    priority=Priority.REFERENCE,
+    priority=Priority.TRIAL,
     device="cuda",
     min_sm=(9, 0),
     formats={"q": {"bf16"}, "kv": {"fp8_planes"}},
-    refuses=_refuse_pair,
+    refuses=refuse_pair,
 )
 def decode_fp8_pair(
     q: torch.Tensor,
@@ -167,9 +167,27 @@ def decode_fp8_pair(
     workspace: MlaWorkspace,
 ) -> torch.Tensor:
     """As decode_fp8, with two computing warpgroups."""
+    out = attend_fp8_pair(
+        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, latent_dim, workspace
+    )
+    merge(out, workspace, row_slots.shape[0], True)
+    return out
+
+
+def attend_fp8_pair(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    latent_dim: int,
+    workspace: MlaWorkspace,
+) -> torch.Tensor:
+    """As attend_hopper."""
     from kernels.triton.mla_decode_fp8_pair import mla_decode_fp8_pair_kernel
 
-    out = _launch_fp8(
+    return _launch_fp8(
         mla_decode_fp8_pair_kernel,
         (16, 7),
         q,
@@ -179,8 +197,6 @@ def decode_fp8_pair(
         latent_dim,
         workspace,
     )
-    merge(out, workspace, row_slots.shape[0], True)
-    return out
 
 
 def _boxes(

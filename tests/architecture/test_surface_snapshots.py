@@ -54,6 +54,7 @@ FIELDS = [
     "engine.max_context_len",
     "engine.eager",
     "engine.deterministic",
+    "engine.kernels",
     "engine.speculation",
     "engine.max_draft_tokens",
     "engine.run_dir",

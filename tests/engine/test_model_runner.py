@@ -14,8 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.memory import free_host_bytes
-from engine.execution.model_runner import build_model_runner
+from engine.execution.model_runner import build_model_runner, override_kernels
 from engine.weights.errors import ModelError, ModelNotFoundError, WeightMismatchError
+from kernels.ops import rms_norm
+from kernels.reference.norm import rms_norm as reference_norm
+from kernels.selection import select_kernel, set_override
+from kernels.signature import CallSignature
 from kvtiers.errors import PoolTooSmallError
 from tests.fakes.paged_driver import PagedDriver
 
@@ -201,3 +205,18 @@ def test_free_memory_heeds_container_limits(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert free_host_bytes(tmp_path) == expected
+
+
+def test_kernels_named_in_the_configuration_run_instead_of_the_chosen_ones() -> None:
+    override_kernels("rms_norm=reference, argmax = reference")
+    try:
+        x = torch.randn(2, 8)
+        call = CallSignature("rms_norm", "cpu", (("x", "fp32"), ("weight", "fp32")))
+        assert select_kernel(call).name == "reference"
+        assert torch.equal(rms_norm(x, torch.ones(8), 1e-6), reference_norm(x, torch.ones(8), 1e-6))
+    finally:
+        for family in ("rms_norm", "argmax"):
+            set_override(family, None)
+    for wrong in ("rms_norm", "rms_norm=nothing", "no_family=reference"):
+        with pytest.raises(ConfigError, match=r"engine\.kernels"):
+            override_kernels(wrong)
