@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from engine import api
-from engine.client_streams import KvEventQueue, OutputStream, StreamItem
+from engine.client_streams import KvEventQueue, OutputStream, Pace, StreamItem
 from engine.errors import EngineUnavailableError, QueryRefusedError
 from engine.transport import ClientSocket, decode_outputs, pack_ids
 
@@ -75,6 +75,7 @@ class EngineClient:
         self._hello_event = asyncio.Event()
         self._last_heard_s = 0.0
         self._streams: dict[str, OutputStream] = {}
+        self._pace = Pace()
         self._queries: dict[str, tuple[api.EngineInput, asyncio.Future[Any]]] = {}
         self._query_ids = itertools.count()
         self._restart_callbacks: list[Callable[[api.EngineHello], None]] = []
@@ -151,7 +152,10 @@ class EngineClient:
             seeded = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, sampling=seeded)
         stream = OutputStream(
-            request.request_id, request=request, base=len(request.resume_token_ids) // 4
+            request.request_id,
+            self._pace,
+            request=request,
+            base=len(request.resume_token_ids) // 4,
         )
         return self._run_stream(stream, request, abort_on_close)
 
@@ -166,7 +170,7 @@ class EngineClient:
 
         Ends with `Finished{error, unknown_request}` when the engine has no such request.
         """
-        stream = OutputStream(request_id, request=None, base=from_output)
+        stream = OutputStream(request_id, self._pace, request=None, base=from_output)
         message = api.AttachRequest(request_id=request_id, from_output=from_output)
         return self._run_stream(stream, message, abort_on_close)
 

@@ -20,16 +20,37 @@ from engine import api
 StreamItem = api.Started | api.PrefillProgress | api.Tokens | api.Finished
 
 MAX_QUEUED_KV_BATCHES = 4096
-# So long after a reader was given tokens it is given the next: each wake-up costs it far more than
-# a token does. A model slower than this streams token by token.
+# A reader that was given tokens waits so long for the next: each wake-up costs it far more than a
+# token does. A model slower than this streams token by token.
 TOKENS_EVERY_S = 0.015
 
 
-class OutputStream:
-    """The output of one request: written by the client's reader task, read by one consumer."""
+class Pace:
+    """Gives tokens out to all streams of a client at once, so that they share the wake-ups."""
 
-    def __init__(self, request_id: str, *, request: api.GenerateRequest | None, base: int) -> None:
+    def __init__(self) -> None:
+        self._waiting: list[OutputStream] = []
+
+    def wait(self, stream: OutputStream) -> None:
+        """Have `stream` give out what it has in `TOKENS_EVERY_S`, or a little sooner."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_later(TOKENS_EVERY_S, self._give)
+        self._waiting.append(stream)
+
+    def _give(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for stream in waiting:
+            stream.give()
+
+
+class OutputStream:
+    """The output of one request: written by the client, read by one consumer."""
+
+    def __init__(
+        self, request_id: str, pace: Pace, *, request: api.GenerateRequest | None, base: int
+    ) -> None:
         self.request_id = request_id
+        self._pace = pace
         self.request = request
         self.num_resubmits = 0
         self.touched_s = 0.0
@@ -42,10 +63,9 @@ class OutputStream:
         self._started_life = -1  # the last life whose start the reader was told of
         self._progress: api.PrefillProgress | None = None
         self._finished: api.Finished | None = None
-        self._has_news = False
-        self._is_urgent = False  # there is more than tokens, which may wait for others
-        self._tokens_due_s = 0.0  # tokens alone are given out then
-        self._timer: asyncio.TimerHandle | None = None
+        self._is_ready = False  # the reader may take what is there
+        self._is_paced = False  # it will be, when the pace says so
+        self._given_s = 0.0  # when tokens were last given out
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -71,7 +91,7 @@ class OutputStream:
             if message.start > self.num_output:
                 return False
             self._append(message)
-            self._tell(is_urgent=False)
+            self._give_tokens()
             return True
         match message:
             case api.Started():
@@ -84,7 +104,7 @@ class OutputStream:
                 if message.num_output_tokens > self.num_output:
                     return False
                 self._finished = message
-        self._tell(is_urgent=True)
+        self.give()
         return True
 
     def fail(self, code: str, text: str) -> None:
@@ -115,35 +135,27 @@ class OutputStream:
 
     async def news(self) -> list[StreamItem]:
         """Wait until there is something to give out; nothing comes after `Finished`."""
-        while not self._is_due():
+        while not self._is_ready:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        self._has_news = self._is_urgent = False
+        self._is_ready = False
         return self._take()
 
-    def _is_due(self) -> bool:
-        return self._is_urgent or (self._has_news and time.monotonic() >= self._tokens_due_s)
-
-    def _tell(self, *, is_urgent: bool) -> None:
-        """Wake the reader, or see to it that it wakes when tokens are due."""
-        self._has_news = True
-        self._is_urgent |= is_urgent
-        if self._is_due():
-            self._wake()
-        elif self._timer is None:
-            wait_s = self._tokens_due_s - time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        if self._is_due():
-            self._wake()
-        elif self._has_news:  # the clock of the loop ran ahead
-            self._tell(is_urgent=False)
-
-    def _wake(self) -> None:
+    def give(self) -> None:
+        """Let the reader have all that is here."""
+        self._is_ready, self._is_paced = True, False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _give_tokens(self) -> None:
+        """Give tokens out now, or with those that follow where the last went out just now."""
+        if self._is_ready or self._is_paced:
+            return
+        if self.touched_s - self._given_s >= TOKENS_EVERY_S:
+            self.give()
+        else:
+            self._is_paced = True
+            self._pace.wait(self)
 
     def _append(self, message: api.Tokens) -> None:
         skip = self.num_output - message.start
@@ -163,7 +175,7 @@ class OutputStream:
         if self._num_read < num_held:
             items.append(self._tokens(self._num_read, num_held))
             self._num_read = num_held
-            self._tokens_due_s = time.monotonic() + TOKENS_EVERY_S
+            self._given_s = time.monotonic()
         if self._finished is not None:
             items.append(self._finished)
         return items

@@ -34,11 +34,23 @@ class ByteSource:
         self._num_dropped = 0  # bytes that are in the buffer no more
         self._ended = False
         self.was_cut = False  # the last match failed only because the stream ended inside it
+        self._until: tuple[MarkerSet, Sink] | None = None  # the search that waits, holding nothing
 
     # -- the writing side ------------------------------------------------------------------
 
     def push(self, data: bytes) -> None:
         self._buffer += data
+
+    def pass_on(self, data: bytes) -> bool:
+        """Hand `data` straight to a search that waits, where no marker can begin in it.
+
+        It says the same as `push` and a step of the parser would; False where it cannot.
+        """
+        if self._until is None or self._until[0].may_begin(data):
+            return False
+        self._until[1](data)
+        self._num_dropped += len(data)
+        return True
 
     def end(self) -> None:
         self._ended = True
@@ -134,11 +146,14 @@ class ByteSource:
                 return END
             yield
 
-    def until(self, markers: MarkerSet, sink: Sink, *, flushes: bool = True) -> Wait[bytes | None]:
+    def until(
+        self, markers: MarkerSet, sink: Sink, *, flushes: bool = True, keeps: bool = True
+    ) -> Wait[bytes | None]:
         """Hand bytes to `sink` up to the first marker, consume and return it; None at the end.
 
         A suffix that may be the beginning of a marker is held back until that is decided; at the
-        end of the stream it is handed over too, where `flushes`.
+        end of the stream it is handed over too, where `flushes`. Not `keeps`: what is handed over
+        is no part of what `since_mark` returns, so that bytes may go straight to the sink.
         """
         while True:
             found = markers.pattern.search(self._buffer, self._pos)
@@ -151,7 +166,10 @@ class ByteSource:
             self._hand_over(len(self._buffer) - held, sink)
             if self._ended:
                 return None
+            if not held and not keeps:
+                self._until = (markers, sink)
             yield
+            self._until = None
 
     def _hand_over(self, end: int, sink: Sink) -> None:
         if end > self._pos:
@@ -168,6 +186,12 @@ class MarkerSet:
         self.pattern = re.compile(b"|".join(map(re.escape, encoded)) if encoded else b"(?!)")
         self._prefixes = frozenset(m[:n] for m in encoded for n in range(1, len(m)))
         self._longest = max((len(m) - 1 for m in encoded), default=0)
+        firsts = b"".join(dict.fromkeys(m[:1] for m in encoded))
+        self._first = re.compile(b"[" + re.escape(firsts) + b"]" if firsts else b"(?!)")
+
+    def may_begin(self, data: bytes) -> bool:
+        """Whether a marker may begin in `data`."""
+        return self._first.search(data) is not None
 
     def held_bytes(self, buffer: bytearray, start: int) -> int:
         """Length of the longest suffix of `buffer[start:]` that begins a marker."""

@@ -7,12 +7,10 @@ become no character come out as U+FFFD, at the same place however they were cut.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable
+from encodings.utf_8 import IncrementalDecoder
 
 from tools_schema.byte_source import BLANKS
-
-_new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Utf8Channel:
@@ -20,10 +18,13 @@ class Utf8Channel:
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
-        self._decoder = _new_decoder("replace")
+        self._decoder = IncrementalDecoder("replace")
 
     def write(self, data: bytes) -> None:
-        self._hand_on(self._decoder.decode(data))
+        if data.isascii() and not self._decoder.buffer:  # the decoder would cost far more
+            self._hand_on(data.decode())
+        else:
+            self._hand_on(self._decoder.decode(data))
 
     def close(self) -> None:
         """No more bytes: a character that is still cut is none."""
@@ -51,9 +52,14 @@ class ProseChannel:
             self._skips = False
         solid = data.rstrip(BLANKS)
         if solid:
-            self._channel.write(bytes(self._blanks) + solid)
-            self._blanks.clear()
-        self._blanks += data[len(solid) :]
+            if self._blanks:
+                solid_data = bytes(self._blanks) + solid
+                self._blanks.clear()
+                self._channel.write(solid_data)
+            else:
+                self._channel.write(solid)
+        if len(solid) < len(data):
+            self._blanks += data[len(solid) :]
 
     @property
     def num_blanks(self) -> int:

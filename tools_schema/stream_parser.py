@@ -110,8 +110,11 @@ class StreamParser:
 
     def feed(self, data: bytes) -> list[Event]:
         """What these bytes decided."""
-        self._source.push(data)
-        return self._advance()
+        if not self._source.pass_on(data):
+            self._source.push(data)
+            return self._advance()
+        events, self._events = self._events, []
+        return events
 
     def finish(self, reason: str = "stop") -> list[Event]:
         """The stream has ended: everything that was held back.
@@ -172,7 +175,8 @@ class StreamParser:
 
     def _read_thought(self, end: str) -> Wait[None]:
         reasoning = ProseChannel(lambda text: self._emit(ReasoningDelta(text)), skip_leading=True)
-        if (yield from self._source.until(MarkerSet((end.strip(),)), reasoning.write)) is None:
+        markers = MarkerSet((end.strip(),))
+        if (yield from self._source.until(markers, reasoning.write, keeps=False)) is None:
             reasoning.close()
             return
         reasoning.drop_layout()
@@ -181,7 +185,8 @@ class StreamParser:
     def _read_prose(self) -> Wait[None]:
         """Calls are switched off: only what parts the messages of a turn is no text."""
         markers = MarkerSet(self._layout_markers())
-        while (yield from self._source.until(markers, self._text.write)) is not None:
+        sink = self._text.write
+        while (yield from self._source.until(markers, sink, keeps=False)) is not None:
             self._source.mark()
 
     def _layout_markers(self) -> tuple[str, ...]:
@@ -195,7 +200,10 @@ class StreamParser:
         thought = fmt.reasoning.begin if fmt.reasoning and fmt.reasoning_anywhere else ""
         markers = MarkerSet((*openers, thought, *self._layout_markers()))
         sink = self._text.write
-        while (found := (yield from self._source.until(markers, sink, flushes=False))) is not None:
+        while True:
+            found = yield from self._source.until(markers, sink, flushes=False, keeps=False)
+            if found is None:
+                break
             self._source.mark(back=len(found))
             marker = found.decode()
             if marker == thought and fmt.reasoning is not None:
@@ -390,4 +398,4 @@ class StreamParser:
         if not (self._num_ended and self._cut_short):  # else cut between two calls
             self._text.write(self._source.since_mark())
         self._source.mark()
-        yield from self._source.until(MarkerSet(()), self._text.write)
+        yield from self._source.until(MarkerSet(()), self._text.write, keeps=False)
