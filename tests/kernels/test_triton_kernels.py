@@ -58,26 +58,14 @@ def test_interpreted_kernels_of_a_decode_step_agree_with_their_references() -> N
     assert out.count("ok ") == 21
 
 
-@pytest.mark.parametrize(
-    "checks",
-    [
-        ["candidates", "broken", "edit"],
-        pytest.param(["no_room", "flat", "ends", "ties"], marks=pytest.mark.slow),
-    ],
-)
-def test_interpreted_sampling_kernels_choose_what_their_references_choose(
-    checks: list[str],
-) -> None:
+def test_interpreted_sampling_kernels_choose_what_their_references_choose() -> None:
+    checks = ["candidates", "flat", "broken", "edit"]  # `ends`, `ties`, `no_room` by hand: seconds
     out = _run("tests.kernels.triton_sampling_interpreted", checks, TRITON_INTERPRET="1")
     assert out.count("ok ") == len(checks)
 
 
-@pytest.mark.parametrize(
-    "checks", [["linear", "experts", "attention"], pytest.param(["model"], marks=pytest.mark.slow)]
-)
-def test_interpreted_kernels_of_fixed_order_give_a_row_its_bits_whatever_is_beside_it(
-    checks: list[str],
-) -> None:
+def test_interpreted_kernels_of_fixed_order_give_a_row_its_bits_whatever_is_beside_it() -> None:
+    checks = ["linear", "experts", "attention"]  # `model` by hand: a whole model, chunked, batched
     out = _run("tests.kernels.triton_fixed_interpreted", checks, TRITON_INTERPRET="1")
     assert out.count("ok ") == len(checks)
 
@@ -92,14 +80,6 @@ def test_interpreted_kernels_of_fixed_order_give_a_row_its_bits_whatever_is_besi
         ("mla_portable", {"mma_sync": True}),
         ("mla_fp8", {"wgmma": True, "tma": True, "mma_sync": False, "bf16x2_scale": True}),
         ("mla_fp8_pair", {"wgmma": True, "tma": True, "mma_sync": False, "bf16x2_scale": True}),
-        ("draw_choose", {"mma_sync": False}),
-        ("draw_candidates", {"mma_sync": False}),
-        ("edit_rows", {"mma_sync": False}),
-        ("fixed_linear", {"mma_sync": True}),
-        ("fixed_linear_fp32", {"mma_sync": False}),
-        ("fixed_experts", {"mma_sync": True}),
-        ("fixed_part", {"mma_sync": True}),
-        ("fixed_part_fp32", {"mma_sync": False}),
         ("moe_gate_up", {"mma_sync": True, "bf16x2_scale": True}),
     ],
 )
@@ -109,3 +89,15 @@ def test_kernels_compile_for_hopper_with_the_units_they_are_written_for(
     line = json.loads(_run("tests.kernels.triton_compiled", [name]))
     assert {key: line[key] for key in instructions} == instructions
     assert line["shared_bytes"] <= SHARED_BYTES_OF_HOPPER
+
+
+@pytest.mark.slow
+def test_kernels_of_sampling_and_of_fixed_order_compile_for_hopper() -> None:
+    """bf16 on tensor cores, fp32 not: they would round its operands."""
+    on_tensor_cores = {"fixed_linear": True, "fixed_experts": True, "fixed_part": True}
+    on_tensor_cores |= {"fixed_linear_fp32": False, "fixed_part_fp32": False}
+    on_tensor_cores |= {"draw_candidates": False, "draw_choose": False, "edit_rows": False}
+    lines = _run("tests.kernels.triton_compiled", list(on_tensor_cores)).splitlines()
+    found = {line["kernel"]: line for line in map(json.loads, lines)}
+    assert {name: line["mma_sync"] for name, line in found.items()} == on_tensor_cores
+    assert all(line["shared_bytes"] <= SHARED_BYTES_OF_HOPPER for line in found.values())
