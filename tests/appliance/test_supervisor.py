@@ -49,7 +49,7 @@ threading.Thread(target=beat, daemon=True).start()
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = str(__import__("os").getpid()).encode()
-        self.send_response(200)
+        self.send_response(READY)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -89,7 +89,8 @@ class Running:
     ) -> None:
         self.folder = folder
         (folder / "fake_engine.py").write_text(engine or ENGINE_CHILD.format(dies=dies))
-        (folder / "fake_api.py").write_text(API_CHILD)
+        ready = 503 if dies else 200  # as the real one, which is ready when the engine is
+        (folder / "fake_api.py").write_text(API_CHILD.replace("READY", str(ready)))
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
         self.process = subprocess.Popen(
             [sys.executable, "-c", RUN, str(folder), str(hang_s)],
