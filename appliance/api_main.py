@@ -29,6 +29,7 @@ from sessions.errors import SessionError
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2
+DRAIN_POLL_S = 0.05
 
 
 class DrainingServer(uvicorn.Server):
@@ -52,11 +53,18 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Readers and turns have the same time to end in, not one after the other."""
         self._services.hub.close()
-        draining = asyncio.create_task(
-            self._context.turns.drain(self._services.config.server.drain_s)
-        )
+        draining = asyncio.create_task(self._drain(self._services.config.server.drain_s))
         await super().shutdown(sockets)
         await draining
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Turns go on in the next process; what no session remembers ends with an error."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        await self._context.turns.drain(timeout_s)
+        while self._services.client.num_streams and loop.time() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+        self._services.client.end_streams("draining", "the appliance is stopping")
 
 
 def settle_memory() -> None:

@@ -174,6 +174,17 @@ class EngineClient:
         message = api.AttachRequest(request_id=request_id, from_output=from_output)
         return self._run_stream(stream, message, abort_on_close)
 
+    @property
+    def num_streams(self) -> int:
+        """Requests that are being read."""
+        return len(self._streams)
+
+    def end_streams(self, code: str, text: str) -> None:
+        """Stop every request that is being read here; its reader gets an error with this code."""
+        for stream in list(self._streams.values()):
+            stream.fail(code, text)
+            self._send(api.AbortRequest(request_id=stream.request_id))
+
     async def abort(self, request_id: str) -> None:
         """Ask the engine to stop a request; its stream ends with `Finished{aborted}`."""
         self._send(api.AbortRequest(request_id=request_id))

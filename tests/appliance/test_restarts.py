@@ -337,3 +337,46 @@ def test_a_stopping_appliance_takes_no_new_turn(own_app: RunningApp) -> None:
         reply = httpx.post(f"{app.url}/v1/sessions/{session_id}/turns", json={"input": "x"})
         assert app.error(reply)[:2] == (503, "draining")
         assert reply.headers["retry-after"]
+
+
+MESSAGES = [{"role": "user", "content": "go"}]
+DIALECTS = {
+    "/v1/chat/completions": {"model": "default", "messages": MESSAGES},
+    "/v1/completions": {"model": "default", "prompt": "go"},
+    "/v1/responses": {"model": "default", "input": "go"},
+    "/v1/messages": {"model": "default", "messages": MESSAGES, "max_tokens": 500},
+}
+
+
+def test_answers_that_no_session_keeps_end_with_an_error_where_they_outlast_the_drain(
+    tmp_path: Path,
+) -> None:
+    with RunningApp(tmp_path, says("word " * 400), tokens_per_s=20) as app:
+        lines: dict[str, list[str]] = {}
+
+        def stream(path: str) -> None:
+            body = {**DIALECTS[path], "stream": True}
+            with httpx.stream("POST", f"{app.url}{path}", json=body, timeout=30) as reply:
+                lines[path] = [line for line in reply.iter_lines() if line]
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            streams = [pool.submit(stream, path) for path in DIALECTS]
+            plain = {
+                path: pool.submit(httpx.post, f"{app.url}{path}", json=body, timeout=30)
+                for path, body in DIALECTS.items()
+            }
+            deadline = time.monotonic() + 20
+            while len(app.engine.requests) < 2 * len(DIALECTS):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            app.stop()
+            for done in streams:
+                done.result()  # each ended properly, and was not cut off
+            for waiting in plain.values():
+                reply = waiting.result()
+                assert reply.status_code == 503 and reply.json()["error"]["code"] == "draining"
+                assert reply.headers["retry-after"]
+        assert set(lines) == set(DIALECTS)
+        for path, found in lines.items():
+            assert any("draining" in line for line in found[-3:]), (path, found[-3:])
+        assert len(app.engine.aborted) >= 2 * len(DIALECTS)
