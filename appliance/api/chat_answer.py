@@ -60,6 +60,7 @@ class ChatAnswer:
             self._choices[index].take(step)
         answer = {
             **self._envelope("chat.completion"),
+            **self._notes,
             "choices": [choice.whole() for choice in self._choices],
             "usage": self._usage(),
         }
@@ -68,7 +69,8 @@ class ChatAnswer:
         return answer
 
     def _chunk(self, choices: list[Json], usage: Json | None = None) -> bytes:
-        chunk = {**self._envelope("chat.completion.chunk"), "choices": choices}
+        chunk = {**self._envelope("chat.completion.chunk"), "choices": choices, **self._notes}
+        self._notes = {}  # they ride on the first chunk
         options = self._body.stream_options
         if usage is None and options is not None and options.continuous_usage_stats:
             usage = self._usage()
@@ -85,7 +87,6 @@ class ChatAnswer:
             "object": kind,
             "created": self._created,
             "model": self._body.model,
-            **self._notes,
         }
 
 
