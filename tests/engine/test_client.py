@@ -11,6 +11,7 @@ import pytest
 
 from engine import api
 from engine.client import EngineClient
+from engine.client_streams import OutputStream, Pace
 from engine.errors import EngineUnavailableError
 from engine.transport import pack_ids, unpack_ids
 from tests.fakes.engine import FakeEngine
@@ -319,3 +320,27 @@ def test_two_requests_with_one_id_are_refused_by_the_client(socket_path: str) ->
 
     with FakeEngine(socket_path, count_up, tokens_per_s=50):
         asyncio.run(main())
+
+
+def test_a_reader_gets_the_first_token_at_once_and_then_what_has_come_together() -> None:
+    """Whoever waits is woken: by tokens in time, by all else at once."""
+
+    def tokens(start: int) -> api.Tokens:
+        return api.Tokens(request_id="a", start=start, token_ids=pack_ids([start]))
+
+    async def main() -> None:
+        stream = OutputStream("a", Pace(), request=None, base=0)
+        stream.feed(tokens(0))
+        assert await stream.news() == [tokens(0)]
+        for start in (1, 2, 3):
+            stream.feed(tokens(start))
+        together = api.Tokens(request_id="a", start=1, token_ids=pack_ids([1, 2, 3]))
+        assert await asyncio.wait_for(stream.news(), 20) == [together]
+        stream.feed(tokens(4))
+        waiting = asyncio.ensure_future(stream.news())
+        await asyncio.sleep(0)
+        finished = api.Finished(request_id="a", reason=api.FinishReason.STOP, num_output_tokens=5)
+        stream.feed(finished)
+        assert await asyncio.wait_for(waiting, 20) == [tokens(4), finished]
+
+    asyncio.run(main())
