@@ -88,14 +88,15 @@ class User:
         """All turns, one after the other."""
         await asyncio.sleep(self.number * self.load.arrival_s)
         shared, own = random.Random(0), random.Random(f"user {self.number}")
-        first = self.load.context - SHARED_TOKENS
+        num_shared = min(SHARED_TOKENS, self.load.context // 2)
+        first = self.load.context - num_shared
         if self.load.api == "session":
-            text = "".join(shared.choices(LETTERS, k=SHARED_TOKENS))
+            text = "".join(shared.choices(LETTERS, k=num_shared))
             body = {"model": "default", "instructions": text}
             reply = await self.http.post("/v1/sessions", json=body)
             reply.raise_for_status()
             self.session_id = reply.json()["id"]
-        self.ids = shared.choices(WORD_IDS, k=SHARED_TOKENS)
+        self.ids = shared.choices(WORD_IDS, k=num_shared)
         for index in range(self.load.turns):
             num_new = first if index == 0 else self.load.new
             if index:

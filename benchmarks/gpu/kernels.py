@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import decode_bench, mla_bench, moe_bench
+from benchmarks.gpu import decode_bench, mla_bench, moe_bench, sampling_bench
 from benchmarks.gpu.timing import ceilings
 from kernels._triton import triton
 from kernels.triton.moe import GemmTile, MoeTiles, RowTile
@@ -65,7 +65,12 @@ def _decode(sweep: bool) -> Iterator[dict[str, Any]]:
     yield from decode_bench.bench()
 
 
-FAMILIES = {"mla": _mla, "moe": _moe, "decode": _decode}
+def _sampling(sweep: bool) -> Iterator[dict[str, Any]]:
+    yield from sampling_bench.check()
+    yield from sampling_bench.bench()
+
+
+FAMILIES = {"mla": _mla, "moe": _moe, "decode": _decode, "sampling": _sampling}
 
 
 def main() -> int:

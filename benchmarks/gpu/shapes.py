@@ -53,7 +53,25 @@ V2_LITE: dict[str, Any] = {
     "vocab_size": 102400,
     "eos_token_id": 1,
 }
-SHAPES = {"v2-lite": V2_LITE}
+# The same vocabulary over a model that a CPU runs: to try a benchmark where there is no GPU.
+TINY: dict[str, Any] = {
+    **V2_LITE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "kv_lora_rank": 32,
+    "max_position_embeddings": 16384,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_attention_heads": 2,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+SHAPES = {"v2-lite": V2_LITE, "tiny": TINY}
 
 
 def write_shape(directory: Path, shape: str, weights: str) -> Path:

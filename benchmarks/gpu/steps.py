@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a model on the GPU without scheduler and HTTP: what the device alone allows.
 
-    python -m benchmarks.gpu.steps [--weights nvfp4] [--eager] [--out FILE]
+    python -m benchmarks.gpu.steps [--weights nvfp4] [--kv-dtype fp8] [--kernels ...] [--out FILE]
+    python -m benchmarks.gpu.steps --shape tiny --weights bf16 --steps 4      without a GPU
 
 Prints JSON lines: decode steps at several batch sizes and contexts (two under way, as the loop
 keeps them), and prefill chunks behind a cached prefix. KV is whatever the pool holds: the time does
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +25,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.shapes import write_shape
+from benchmarks.gpu.shapes import SHAPES, write_shape
 from engine.config import EngineConfig
 from engine.execution.batch import ForwardBatch
 from engine.execution.device_runner import DeviceModelRunner
-from engine.execution.model_runner import build_model_runner
+from engine.execution.model_loading import load_model
+from engine.execution.model_runner import build_model_runner, override_kernels
 from engine.execution.steps import Step, StepResult
 from engine.sampling.params import RowSampling, SampleBatch
+from kvtiers.device_pool import DevicePool
 
 DECODE = ((1, 8192), (1, 65536), (8, 32768), (16, 8192), (16, 65536))
 # (new, cached), and the steps in which a cold prompt is computed
@@ -47,14 +51,20 @@ COLD_STEPS = (2048, 4096, 8192)
 PAGE = 64
 
 
+# Where there is no GPU (`--shape tiny`): the same lines over short contexts.
+TINY_DECODE = ((1, 128), (4, 64))
+TINY_PREFILL = ((40, 128), (64, 0))
+TINY_COLD = (256, (64, 128))
+
+
 class Steps:
     """Builds steps over rows whose pages lie one behind the other."""
 
-    def __init__(self, runner: Any, max_slots: int) -> None:
+    def __init__(self, runner: Any, max_slots: int, sampling: dict[str, Any]) -> None:
         assert isinstance(runner, DeviceModelRunner), "needs a GPU"
         self._runner = runner
         self._launcher = runner.step_launcher()
-        self._rows = [RowSampling() for _ in range(max_slots)]
+        self._rows = [RowSampling(**sampling) for _ in range(max_slots)]
 
     def map_rows(self, num_rows: int, num_pages: int) -> np.ndarray[Any, Any]:
         """Page deltas of the first `num_pages` pages of each row."""
@@ -175,7 +185,8 @@ def measure_cold(steps: Steps, num_tokens: int, step_tokens: int) -> dict[str, A
     deltas = steps.map_rows(1, -(-num_tokens // PAGE))
     times: list[float] = []
     for _ in range(4):
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         start = time.perf_counter()
         under_way: deque[Callable[[], StepResult]] = deque()
         for past in range(0, num_tokens, step_tokens):
@@ -190,60 +201,100 @@ def measure_cold(steps: Steps, num_tokens: int, step_tokens: int) -> dict[str, A
     return {"case": "cold", "tokens": num_tokens, "step_tokens": step_tokens, "ms": ms}
 
 
-def main() -> None:
-    """Measure everything; one JSON line each."""
+def tiny_runner(config: EngineConfig) -> DeviceModelRunner:
+    """A device's runner whose device is the CPU."""
+    loaded = load_model(replace(config, device="cpu", dtype="float32"))
+    override_kernels(config.kernels)
+    runner = DeviceModelRunner(
+        loaded.model,
+        DevicePool(loaded.model.kv_layout(PAGE, "float32"), 65, torch.device("cpu")),
+        max_slots=config.max_slots,
+        max_rows=config.rows_per_step,
+        max_tokens=config.token_budget,
+        max_context_len=1024,
+        model_fingerprint="tiny",
+        eager=True,
+    )
+    runner.warm_up()
+    return runner
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="v2-lite")
+    parser.add_argument("--shape", default="v2-lite", choices=sorted(SHAPES))
     parser.add_argument("--weights", default="nvfp4")
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "bf16", "fp8"))
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--kernels", default="", help="as engine.kernels")
     parser.add_argument("--max-slots", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--only", choices=("decode", "prefill", "cold"))
     parser.add_argument("--profile", action="store_true", help="Name the kernels of a step.")
+    parser.add_argument("--temperature", type=float, default=0.0, help="draw instead of argmax")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def cases_of(args: argparse.Namespace, steps: Steps) -> list[Callable[[], dict[str, Any]]]:
+    """The measurements asked for."""
+    is_tiny = args.shape == "tiny"
+    cold_tokens, cold_steps = TINY_COLD if is_tiny else (COLD_TOKENS, COLD_STEPS)
+    cases: list[Callable[[], dict[str, Any]]] = []
+    if args.only in (None, "decode"):
+        cases += [
+            partial(measure_decode, steps, rows, context, args.steps)
+            for rows, context in (TINY_DECODE if is_tiny else DECODE)
+        ]
+    if args.only in (None, "prefill"):
+        chunks = TINY_PREFILL if is_tiny else PREFILL
+        cases += [partial(measure_prefill, steps, new, past) for new, past in chunks]
+    if args.only in (None, "cold"):
+        cases += [partial(measure_cold, steps, cold_tokens, size) for size in cold_steps]
+    if args.profile and not is_tiny:
+        cases += [partial(profile_decode, steps, *case) for case in ((1, 65536), (8, 32768))]
+    return cases
+
+
+def main() -> None:
+    """Measure everything; one JSON line each."""
+    args = parse()
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        runner = build_model_runner(
-            EngineConfig(
-                model=str(write_shape(Path(folder), args.shape, args.weights)),
-                load_format="dummy",
-                device="cuda",
-                max_slots=args.max_slots,
-                token_budget=max(COLD_STEPS) + args.max_slots,
-                max_context_len=131072,
-                eager=args.eager,
-                kv_dtype=args.kv_dtype,
-            )
+        config = EngineConfig(
+            model=str(write_shape(Path(folder), args.shape, args.weights)),
+            load_format="dummy",
+            device="cuda",
+            max_slots=args.max_slots,
+            token_budget=max(COLD_STEPS) + args.max_slots,
+            max_context_len=131072,
+            eager=args.eager,
+            kv_dtype=args.kv_dtype,
+            kernels=args.kernels,
         )
-        steps = Steps(runner, args.max_slots)
+        if args.shape == "tiny":
+            runner: Any = tiny_runner(replace(config, max_context_len=1024, token_budget=512))
+        else:
+            runner = build_model_runner(config)
+        sampling = {"temperature": args.temperature, "top_p": args.top_p}
+        steps = Steps(runner, args.max_slots, sampling)
         lines: list[dict[str, Any]] = [
             {
-                "device": torch.cuda.get_device_name(),
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
                 "torch": torch.__version__,
                 "shape": args.shape,
                 "weights": args.weights,
                 "kv_dtype": args.kv_dtype,
                 "eager": args.eager,
+                "kernels": args.kernels,
+                **sampling,
                 "kv_pages": runner.num_pages,
                 "ready_s": round(time.perf_counter() - started, 1),
             }
         ]
         print(json.dumps(lines[0]), flush=True)
-        cases: list[Callable[[], dict[str, Any]]] = []
-        if args.only != "prefill":
-            cases += [
-                partial(measure_decode, steps, rows, context, args.steps)
-                for rows, context in DECODE
-            ]
-        if args.only != "decode":
-            cases += [partial(measure_prefill, steps, new, past) for new, past in PREFILL]
-        cases += [partial(measure_cold, steps, COLD_TOKENS, size) for size in COLD_STEPS]
-        if args.profile:
-            cases += [partial(profile_decode, steps, *case) for case in ((1, 65536), (8, 32768))]
         with torch.inference_mode():
-            for case in cases:
+            for case in cases_of(args, steps):
                 lines.append(case())
                 print(json.dumps(lines[-1]), flush=True)
     if args.out:
