@@ -26,6 +26,7 @@ from typing import Any
 from engine.api import GrammarKind, GrammarSpec
 from engine.config import GrammarConfig
 from engine.errors import GrammarError
+from engine.grammar.bounded_strings import with_escapes
 from engine.grammar.control_tokens import grammar_vocabulary, without_control_in_text
 from engine.grammar.equal_rules import merge_equal_rules
 
@@ -204,22 +205,25 @@ def _end_workers() -> None:
 
 
 def _compile(backend: Any, spec: GrammarSpec) -> Any:
+    import xgrammar  # the worker has loaded it
+
     match spec.kind:
         case GrammarKind.STRUCTURAL_TAG:
-            return _compile_tag(backend, without_control_in_text(spec.text))
+            tag = without_control_in_text(spec.text)
+            return _compile_tidied(backend, xgrammar.Grammar.from_structural_tag(tag))
         case GrammarKind.JSON_SCHEMA:
-            return backend.compile_json_schema(spec.text, max_whitespace_cnt=MAX_WHITESPACE)
+            grammar = xgrammar.Grammar.from_json_schema(
+                spec.text, max_whitespace_cnt=MAX_WHITESPACE
+            )
+            return _compile_tidied(backend, grammar)
         case GrammarKind.REGEX:
             return backend.compile_regex(spec.text)
         case GrammarKind.EBNF:
             return backend.compile_grammar(spec.text)
 
 
-def _compile_tag(backend: Any, structural_tag: str) -> Any:
-    import xgrammar  # loaded by the worker's compiler
-
-    grammar = xgrammar.Grammar.from_structural_tag(structural_tag)
-    return backend.compile_grammar(merge_equal_rules(str(grammar)))
+def _compile_tidied(backend: Any, grammar: Any) -> Any:
+    return backend.compile_grammar(merge_equal_rules(with_escapes(str(grammar))))
 
 
 def _text_problem(spec: GrammarSpec) -> str | None:

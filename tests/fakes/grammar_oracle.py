@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import xgrammar
 
+from engine.grammar.bounded_strings import with_escapes
 from engine.grammar.equal_rules import merge_equal_rules
 from tools_schema.structural_tag import GrammarPlan
 
@@ -36,7 +37,7 @@ def byte_compiler() -> xgrammar.GrammarCompiler:
 def compile_tag(tag: str, compiler: xgrammar.GrammarCompiler) -> xgrammar.CompiledGrammar:
     """A structural tag as the engine compiles it."""
     grammar = xgrammar.Grammar.from_structural_tag(tag)
-    return compiler.compile_grammar(merge_equal_rules(str(grammar)))
+    return compiler.compile_grammar(merge_equal_rules(with_escapes(str(grammar))))
 
 
 def accepts(plan: GrammarPlan, text: str) -> bool:
