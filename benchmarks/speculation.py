@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafts from a request's own tokens are worth: the real model with and without them.
 
-Each workload is run with `engine.speculation` none and ngram, in turns, greedy; the tokens must be
-the same. Clients run in a process of their own. One JSON line a workload and streams; run it alone
-on the machine:
+Each workload is run with `engine.speculation` none and ngram, in turns, greedy or with a seed; the
+tokens must be the same. Clients run in a process of their own. One JSON line a workload and
+streams; run it alone on the machine:
 
     python -m benchmarks.speculation --tokens 200 --rounds 3
 """
@@ -32,19 +32,30 @@ SOURCE = Path(__file__).parents[1] / "engine" / "sampling" / "penalties.py"
 MODES = ("none", "ngram")
 
 
-def _texts() -> dict[str, str]:
+def _texts() -> dict[str, tuple[str, float]]:
+    """By workload: the prompt and the temperature."""
     code = SOURCE.read_text()[1100:3400]
     again = code[: len(code) // 6]
     return {
         # An agent writes a file it has read, one name changed.
-        "edit": f"<|im_start|>user\nRewrite this file:\n{code}<|im_end|>\n"
-        f"<|im_start|>assistant\n{code}\nOnce more:\n{again}",
-        "prose": "<|im_start|>user\nTell a story of a lighthouse and the sea.<|im_end|>\n"
-        "<|im_start|>assistant\n",
+        "edit": (
+            f"<|im_start|>user\nRewrite this file:\n{code}<|im_end|>\n"
+            f"<|im_start|>assistant\n{code}\nOnce more:\n{again}",
+            0.0,
+        ),
+        "prose": (
+            "<|im_start|>user\nTell a story of a lighthouse and the sea.<|im_end|>\n"
+            "<|im_start|>assistant\n",
+            0.0,
+        ),
+        # Much is like what was said, little is the same: the worst for drafts.
+        "hot code": (f"<|im_start|>assistant\n{code}\n", 1.0),
     }
 
 
-async def _drive(socket_path: str, prompt: list[int], streams: int, tokens: int) -> dict[str, Any]:
+async def _drive(
+    socket_path: str, prompt: list[int], streams: int, tokens: int, temperature: float
+) -> dict[str, Any]:
     client = EngineClient(socket_path)
     await client.start()
     await client.wait_ready(120)
@@ -53,7 +64,9 @@ async def _drive(socket_path: str, prompt: list[int], streams: int, tokens: int)
         request = api.GenerateRequest(
             request_id=name,
             token_ids=pack_ids(prompt),
-            sampling=api.SamplingParams(max_new_tokens=num, temperature=0.0, ignore_eos=True),
+            sampling=api.SamplingParams(
+                max_new_tokens=num, temperature=temperature, seed=7, ignore_eos=True
+            ),
         )
         ids: list[int] = []
         first_s = last_s = 0.0
@@ -78,11 +91,13 @@ async def _drive(socket_path: str, prompt: list[int], streams: int, tokens: int)
     }
 
 
-def _client(socket_path: str, prompt: list[int], streams: int, tokens: int, out: Any) -> None:
-    out.send(asyncio.run(_drive(socket_path, prompt, streams, tokens)))
+def _client(out: Any, *arguments: Any) -> None:
+    out.send(asyncio.run(_drive(*arguments)))
 
 
-def _measure(parts: Any, mode: str, prompt: list[int], streams: int, tokens: int) -> dict[str, Any]:
+def _measure(
+    parts: Any, mode: str, prompt: list[int], streams: int, tokens: int, temperature: float
+) -> dict[str, Any]:
     from engine.grammar.compiler import GrammarCompiler
     from engine.loop.server import EngineServer, WakeSignal
 
@@ -98,7 +113,7 @@ def _measure(parts: Any, mode: str, prompt: list[int], streams: int, tokens: int
         socket = EngineSocket(config.socket_path)
         server = EngineServer(config, runner, compiler, vocabulary, socket, wake)
         receive, send = multiprocessing.Pipe(duplex=False)
-        arguments = (config.socket_path, prompt, streams, tokens, send)
+        arguments = (send, config.socket_path, prompt, streams, tokens, temperature)
         client = multiprocessing.get_context("spawn").Process(target=_client, args=arguments)
         client.start()
         result: dict[str, Any] = {}
@@ -136,14 +151,15 @@ def main() -> int:
     config = EngineConfig(speculation="ngram", kv_pool_tokens=32768, max_slots=8)
     set_thread_environment(config)
     runner, vocabulary, tokenizer = _load(config)
-    for workload, text in _texts().items():
+    for workload, (text, temperature) in _texts().items():
         prompt = tokenizer.encode_with_control(text)
         for streams in arguments.streams:
             found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
             for _ in range(arguments.rounds):
                 for mode in MODES:
                     parts = (runner, vocabulary, config)
-                    found[mode].append(_measure(parts, mode, prompt, streams, arguments.tokens))
+                    one = _measure(parts, mode, prompt, streams, arguments.tokens, temperature)
+                    found[mode].append(one)
             first = found["none"][0]["ids"]
             rates = {
                 mode: statistics.median(r["tokens_per_s"] for r in found[mode]) for mode in MODES

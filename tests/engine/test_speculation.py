@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.config import TOKENS_WITH_DRAFTS, EngineConfig
 from engine.execution.batch import ForwardBatch
 from engine.execution.model_loading import has_compiled_decoder
 from engine.execution.model_runner import build_model_runner
+from engine.transport import pack_ids
 from tests.fakes.live_engine import EOS, Collected, LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner, expected_tokens, repeating_script
 from tests.fakes.tiny_deepseek import write_tiny_deepseek
@@ -27,6 +29,23 @@ BANNED = (0, 1)
 _JSON = api.GrammarSpec(
     kind=api.GrammarKind.REGEX, text='(\\{"path": "[a-c/]{1,8}", "line": [0-9]{1,3}\\}){6}'
 )
+# Three calls, each between a control token that the tag names and text; 1 may come there alone.
+_CALLS = api.GrammarSpec(
+    kind=api.GrammarKind.STRUCTURAL_TAG,
+    text=json.dumps(
+        {
+            "type": "structural_tag",
+            "format": {
+                "type": "sequence",
+                "elements": [
+                    {"type": "token", "token": 1},
+                    {"type": "regex", "pattern": '\\{"path": "[a-c/]{1,6}"\\}'},
+                ]
+                * 3,
+            },
+        }
+    ),
+)
 _KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "hot": {"sampling": {"temperature": 1.5, "seed": 5}},
@@ -35,6 +54,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "stop_id": {"sampling": {"stop_token_ids": (40, 41, 42)}},
     "grammar": {"grammar": _JSON},
     "hot_grammar": {"grammar": _JSON, "sampling": {"temperature": 1.0, "seed": 8}},
+    "calls": {"grammar": _CALLS, "sampling": {"allowed_control_ids": (1,)}},
     "penalties": {"sampling": {"frequency_penalty": 0.5}},
     "bias": {"sampling": {"logit_bias": {70: 4.0}}},
     "logprobs": {"sampling": {"num_logprobs": 2}},
@@ -91,6 +111,8 @@ def test_every_kind_of_request_gets_what_it_gets_without_drafts(tmp_path: Path) 
         assert first is not None and second is not None
         assert (first.reason, first.stop_token_id) == (second.reason, second.stop_token_id), kind
     assert drafted["logprobs"].logprobs == without["logprobs"].logprobs
+    assert [place for place, token in enumerate(drafted["calls"].ids) if token == 1][0] == 0
+    assert drafted["calls"].ids.count(1) == 3
     assert stats["draft_tokens"] > stats["draft_tokens_accepted"] > 100
     assert stats["owned_pages"] == stats["in_flight_pages"] == 0
     assert runner.drafted_steps and max(runner.drafted_steps) <= TOKENS_WITH_DRAFTS
@@ -147,9 +169,15 @@ def test_a_turn_goes_on_over_the_cached_pages_of_one_that_had_drafts(tmp_path: P
             if turn:
                 assert answer.started.cache.l1 >= len(history) - 1 - len(_prompt(turn))
             history = [*history, *answer.ids, *_prompt(turn + 1)]
-        fork = history[:50]
-        want = expected_tokens(script, fork, 40, stop_ids=[EOS], banned_ids=BANNED)
-        assert (await run(client, make_request("fork", fork, 40))).ids == want
+            lease = await client.lease(f"l{turn % 2}", pack_ids(history), 60_000)
+            assert lease.tokens_granted > 0
+        for name, length in (("fork", 50), ("rolled back", len(history) - 60)):
+            start = history[:length]  # in the middle of what drafts were accepted for
+            want = expected_tokens(script, start, 40, stop_ids=[EOS], banned_ids=BANNED)
+            assert (await run(client, make_request(name, start, 40))).ids == want
+        await client.drop_prefix(pack_ids(history), 30)
+        want = expected_tokens(script, history, 20, stop_ids=[EOS], banned_ids=BANNED)
+        assert (await run(client, make_request("again", history, 20))).ids == want
         assert (await client.stats())["draft_tokens_accepted"] > 0
 
     serve(_engine(tmp_path, RowCounter(num_pages=200), "ngram"), work)
