@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.text.detokenizer import Detokenizer
@@ -57,6 +57,7 @@ class AnswerReader:
     num_reasoning: int = 0  # tokens that brought reasoning
     _decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _new_decoder("replace"))
     _detokenizer: Detokenizer | None = None
+    _is_in_text: bool = False  # the last event was text
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(
@@ -86,12 +87,16 @@ class AnswerReader:
                 break
         return events
 
-    def take(self, token_ids: Iterable[int]) -> list[tuple[parsed.Event, int]]:
+    def take(self, token_ids: Sequence[int]) -> list[tuple[parsed.Event, int]]:
         """Take tokens that came together, up to a stop string.
 
         Returns their events, neighbouring deltas of one kind as one, each with how many tokens the
         answer had when it began.
         """
+        text = self._text_of(token_ids) if self._is_in_text and len(token_ids) > 1 else None
+        if text is not None:
+            self.token_ids.extend(token_ids)
+            return [(event, len(self.token_ids)) for event in text]
         taken: list[tuple[parsed.Event, int]] = []
         run: list[parsed.Event] = []
         begun = 0
@@ -107,7 +112,18 @@ class AnswerReader:
                 run.append(event)
         if run:
             taken.append((parsed.joined(run), begun))
+            self._is_in_text = isinstance(run[0], parsed.TextDelta)
         return taken
+
+    def _text_of(self, token_ids: Sequence[int]) -> list[parsed.Event] | None:
+        """The events of tokens that only go on with a text, read at once; None: they may do more.
+
+        There is nothing to count of each of them: the text has begun, and goes on.
+        """
+        data = self._text_source.plain_bytes(token_ids)
+        if data is None or self.parser is None or not self.parser.is_text(data):
+            return None
+        return self.parser.feed(data)
 
     def finish(self, *, is_cut: bool) -> list[parsed.Event]:
         """No more tokens come. `is_cut`: not because the model was done."""

@@ -58,7 +58,7 @@ class TurnEvents:
     _num_to_skip: int = 0
     _chars_to_skip: dict[str, int] = field(default_factory=dict)
     _seen_types: frozenset[str] = frozenset()  # before the crash this turn is taken up after
-    _grown: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
     def has_terminal(self) -> bool:
@@ -127,7 +127,7 @@ class TurnEvents:
                         yield self.frames[-1]
                     return
                 else:
-                    await self._grown.wait()
+                    await self._growth()
         finally:
             self._let_go()
 
@@ -170,7 +170,7 @@ class TurnEvents:
     async def wait_closed(self) -> None:
         """Wait for the end of the turn, or of this process' part in it, without being a reader."""
         while not self.is_closed and not self.is_detached:
-            await self._grown.wait()
+            await self._growth()
 
     def _unheard(self, event_type: str, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """What of an event no reader of an earlier process was told; None: nothing."""
@@ -235,9 +235,17 @@ class TurnEvents:
             os.close(self._journal_fd)
             self._journal_fd = -1
 
+    def _growth(self) -> asyncio.Future[None]:
+        """What is done when there is more."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        return waiter
+
     def _wake(self) -> None:
-        self._grown.set()
-        self._grown = asyncio.Event()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():  # a reader that is gone
+                waiter.set_result(None)
 
 
 def _frame(

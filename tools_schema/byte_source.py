@@ -41,6 +41,11 @@ class ByteSource:
     def push(self, data: bytes) -> None:
         self._buffer += data
 
+    def would_pass_on(self, data: bytes, sink: Sink) -> bool:
+        """Whether `pass_on` would hand all of `data` to `sink`."""
+        waiting = self._until
+        return waiting is not None and waiting[1] == sink and not waiting[0].may_begin(data)
+
     def pass_on(self, data: bytes) -> bool:
         """Hand `data` straight to a search that waits, where no marker can begin in it.
 

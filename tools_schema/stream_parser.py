@@ -116,6 +116,10 @@ class StreamParser:
         events, self._events = self._events, []
         return events
 
+    def is_text(self, data: bytes) -> bool:
+        """Whether these bytes, fed now, go on with the text, whatever follows them."""
+        return self._source.would_pass_on(data, self._text.write)
+
     def finish(self, reason: str = "stop") -> list[Event]:
         """The stream has ended: everything that was held back.
 

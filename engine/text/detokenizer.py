@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.text.tokenizer import Tokenizer
@@ -83,6 +83,13 @@ class Detokenizer:
         if match is not None:
             return self._cut(*match)
         return self._give(len(self._buffer) - self._open_stop_len())
+
+    def plain_bytes(self, token_ids: Collection[int]) -> bytes | None:
+        """The bytes of tokens in which there is nothing to look for, so that they need not be
+        pushed; None where they must."""
+        if self._stops or not self._shown.isdisjoint(token_ids):
+            return None
+        return b"".join(map(self._tokenizer.token_bytes, token_ids))
 
     def flush_bytes(self) -> bytes:
         """What was held back, when no more tokens come."""

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from appliance.answer import AnswerReader
 from appliance.response_events import ResponseEvents, derived_id
@@ -11,6 +13,7 @@ from sessions.ids import is_id
 from sessions.items import FunctionCall, Message
 from sessions.token_codec import decode_ids
 from tests.fakes.appliance import default_assets, ids_of
+from tools_schema import events as parsed
 from tools_schema.formats.registry import get_format
 from tools_schema.stream_parser import StreamParser
 from tools_schema.tool_choice import parse_tool_choice
@@ -104,3 +107,52 @@ def test_a_stop_string_inside_a_call_keeps_whole_items_only(stop: str) -> None:
     kept = spell(answer.kept().token_ids)
     assert kept.count('"name"') == num_calls
     assert kept.rstrip() == "Let me look." or kept.startswith(f"Let me look.\n<tool_call>[{CALL}")
+
+
+THINKING = (
+    "A thought, <b>two</b>.\n</think>\n\n I look \u00e4t it: a < b, 1 <2 \U0001f9ed  and \n\n"
+    f" so on.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"
+    " <think>Again.</think> Done. "
+)
+
+
+def kinds_of(taken: list[tuple[parsed.Event, int]]) -> list[tuple[type, str, int]]:
+    """Neighbouring deltas as one, each with the number of tokens when its kind began."""
+    out: list[tuple[type, str, int]] = []
+    for event, count in taken:
+        text = event.delta if isinstance(event, parsed.ToolCallArgs) else getattr(event, "text", "")
+        if out and isinstance(event, parsed.DELTAS) and out[-1][0] is type(event):
+            out[-1] = (out[-1][0], out[-1][1] + text, out[-1][2])
+        else:
+            out.append((type(event), text, count))
+    return out
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen_xml", "glm", "smollm2"])
+@given(sizes=st.lists(st.integers(1, 12), max_size=40), stops=st.booleans())
+def test_tokens_taken_together_are_counted_as_if_taken_singly(
+    family: str, sizes: list[int], stops: bool
+) -> None:
+    def reader() -> AnswerReader:
+        choice = parse_tool_choice("auto", TOOLSET)
+        parser = StreamParser(get_format(family), TOOLSET, choice, reasoning_open=True)
+        tokenizer = default_assets().tokenizer
+        stop_strings = ("so on", "never") if stops else ()
+        return AnswerReader(
+            tokenizer=tokenizer, eos_ids=frozenset(), parser=parser, stop_strings=stop_strings
+        )
+
+    ids = ids_of(THINKING)
+    singly, together = reader(), reader()
+    want = [pair for token_id in ids for pair in singly.take([token_id])]
+    got: list[tuple[parsed.Event, int]] = []
+    at = 0
+    for size in (*sizes, len(ids)):
+        got += together.take(ids[at : at + size])
+        at += size
+    assert kinds_of(got) == kinds_of(want)
+    assert together.token_ids == singly.token_ids
+    assert together.num_reasoning == singly.num_reasoning
+    assert together.stop_string == singly.stop_string
+    ends = [kinds_of([(event, 0) for event in r.finish(is_cut=False)]) for r in (singly, together)]
+    assert ends[0] == ends[1] and together.kept() == singly.kept()
