@@ -28,7 +28,7 @@ DEVICES = ("auto", "cpu", "cuda")
 L3_KINDS = ("auto", "file", "mooncake", "none")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 WEIGHT_FORMATS = ("auto", "dequantized", "packed")
-SPECULATIONS = ("none", "ngram")
+SPECULATIONS = ("none", "ngram", "mtp")
 # Kernels of a decode step take up to 16 tokens; with more they round otherwise. Drafts ride along
 # up to there, so that they never change which kernels a step takes.
 TOKENS_WITH_DRAFTS = 16
@@ -133,9 +133,10 @@ class EngineConfig:
     kernels: str = ""
     """Kernels to run instead of the chosen ones, `family=name` each, comma-separated."""
     speculation: str = "none"
-    """none | ngram (drafts from what the request already said: the same tokens, sooner)."""
+    """none | ngram (drafts from what the request already said: the same tokens, sooner) | mtp (one
+    draft a step from a model's next-token-prediction layer)."""
     max_draft_tokens: int = 8
-    """Drafts a request gets in one step, where `speculation` is not none; count."""
+    """Drafts a request gets in one step, where `speculation` is ngram; count."""
     run_dir: str = field(default_factory=default_run_dir)
     """Directory of the engine's socket; created if missing."""
     drain_s: float = 10.0

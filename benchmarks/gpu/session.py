@@ -27,7 +27,10 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[2]
 TAIL_LINES = 25
 TESTS = "-m gpu -p no:benchmark -p no:cacheprovider -q -rf --timeout=150"
-TRIALS = "tests/kernels/test_gpu_sampling.py tests/engine/test_gpu_deterministic.py"
+TRIALS = (
+    "tests/kernels/test_gpu_sampling.py tests/engine/test_gpu_deterministic.py"
+    " tests/engine/test_gpu_speculation.py"
+)
 STEPS = "-m benchmarks.gpu.steps --only decode --steps 100"
 TINY_STEPS = "-m benchmarks.gpu.steps --shape tiny --weights bf16 --steps 3 --max-slots 4"
 SERVER = "-m benchmarks.gpu.engine --cases 1x65536x3,8x32768x3,16x65536x3"

@@ -8,7 +8,7 @@ S rows that sample, M slots, P pages per slot.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -27,6 +27,8 @@ class ForwardBatch:
     sample_rows: torch.Tensor  # [S] rows whose last token's logits are wanted
     page_table: torch.Tensor  # [M, P] persistent; view, valid until the next step
     page_copies: torch.Tensor  # [C, 3] (source page, target page, tokens), done before the forward
+    # [T] the token behind each; -1: what its row samples in this step. None: nobody drafts.
+    next_ids: torch.Tensor | None = None
 
 
 class ModelRunner(Protocol):
@@ -41,4 +43,16 @@ class ModelRunner(Protocol):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Write KV, return logits fp32 [S, vocab_size]; owned by the runner until the next call."""
+        ...
+
+
+@runtime_checkable
+class DraftingRunner(Protocol):
+    """A runner whose model may guess one token further."""
+
+    @property
+    def can_draft(self) -> bool: ...
+
+    def draft(self, batch: ForwardBatch, next_ids: torch.Tensor) -> torch.Tensor:
+        """int32 [S]: what follows each sampled token, by the model's guess."""
         ...

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from engine.execution.batch import ForwardBatch
 from engine.execution.device_clock import DeviceStream
+from engine.execution.device_drafts import DeviceDrafts
 from engine.execution.device_logprobs import LogprobsLater
 from engine.execution.device_sampler import (
     NUM_PARAMS,
@@ -42,7 +43,7 @@ from engine.execution.device_sampler import (
 from engine.execution.graphs import GraphSet
 from engine.execution.host_ring import HostRing
 from engine.execution.steps import Step, StepResult
-from engine.models.model import PagedModel, StepRows
+from engine.models.model import DraftingModel, PagedModel, StepRows
 from engine.sampling.params import SampleBatch, Sampled
 from kernels.ops.page_copy import copy_pages
 from kernels.ops.step_ids import feed_ids
@@ -118,6 +119,9 @@ class DeviceLauncher:
             NUM_PARAMS,
         )
         self._edits: EditTables | None = None
+        drafter = model if isinstance(model, DraftingModel) and model.can_draft else None
+        self._mixed_rows: tuple[StepRows, torch.Tensor] | None = None  # of the step under way
+        self._drafting = None if drafter is None else DeviceDrafts(drafter, self._buckets)
         self._stream = DeviceStream(device)
         self._graphs = GraphSet(None if limits.eager else self._stream.cuda_stream)
 
@@ -130,6 +134,8 @@ class DeviceLauncher:
                 for draws in (False, True):
                     self._graphs.add(("sample", size, draws), partial(self._sample, size, draws))
                 self._sample_edited(size)
+                if self._drafting is not None:
+                    self._graphs.add(("draft", size), partial(self._draft, size))
             if self._limits.warms_prefill:
                 self._warm_up_prefill()
         self._stream.synchronise()
@@ -162,6 +168,7 @@ class DeviceLauncher:
             clock.mark()
             before_s = time.perf_counter()
             sampled_later = self._sample_later(step.sampling, logit_rows)
+            drafts_later = self._draft_later(step)
             waited_ms = (time.perf_counter() - before_s) * 1e3
             clock.mark()
 
@@ -169,7 +176,7 @@ class DeviceLauncher:
             clock.wait()
             return StepResult(
                 step_id=step.forward.step_id,
-                sampled=sampled_later(),
+                sampled=_with_drafts(sampled_later(), drafts_later()),
                 forward_ms=clock.ms_before(1),
                 mask_wait_ms=waited_ms,
                 sample_ms=clock.ms_before(2),
@@ -190,6 +197,7 @@ class DeviceLauncher:
         lens = batch.row_indptr.diff()
         num_rows, num_samples = lens.shape[0], batch.sample_rows.shape[0]
         is_longer = lens != 1
+        self._mixed_rows = None
         if not bool(is_longer.any()):
             size = self._bucket(num_rows)
             self._fill_decode(batch, size, num_rows)
@@ -230,7 +238,16 @@ class DeviceLauncher:
     def _decode(self, size: int) -> None:
         """The captured forward: `size` rows of one token, from the bucket's own buffer."""
         inputs = self._decode_inputs[size]
-        rows = StepRows(
+        ids = self._resolve(inputs[IDS], inputs[SLOTS])
+        sampled = self._counting[:size]
+        rows = self._decode_rows(size)
+        self._logits[:size] = self._model.forward(ids, rows, self._kv_pool, sampled)
+        if self._drafting is not None:
+            self._drafting.keep_hidden(size)
+
+    def _decode_rows(self, size: int) -> StepRows:
+        inputs = self._decode_inputs[size]
+        return StepRows(
             positions=inputs[POSITIONS],
             slot_mapping=inputs[MAPPING],
             row_indptr=self._counting[: size + 1],
@@ -242,9 +259,6 @@ class DeviceLauncher:
             num_prefill_tokens=0,
             samples_all=True,
         )
-        ids = self._resolve(inputs[IDS], inputs[SLOTS])
-        sampled = self._counting[:size]
-        self._logits[:size] = self._model.forward(ids, rows, self._kv_pool, sampled)
 
     def _mixed(self, batch: ForwardBatch, num_prefill: int) -> torch.Tensor:
         """A step with prefill rows: the same model, sizes as they come."""
@@ -278,6 +292,7 @@ class DeviceLauncher:
                 batch.seq_lens[:num_prefill],
             ),
         )
+        self._mixed_rows = (rows, sampled)
         return self._model.forward(self._resolve(ids, token_slots), rows, self._kv_pool, sampled)
 
     def _resolve(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -325,6 +340,32 @@ class DeviceLauncher:
             self._token_ids[size],
             draws=draws,
         )
+
+    def _draft(self, size: int) -> None:
+        """The captured drafting of a decode step: each row's sampled token is what follows it."""
+        assert self._drafting is not None
+        next_ids = self._token_ids[size].clamp_min(0)
+        rows = self._decode_rows(size)
+        self._drafting.run_decode(size, next_ids, rows, self._kv_pool, self._counting[:size])
+
+    def _draft_later(self, step: Step) -> Callable[[], NDArray[np.int32] | None]:
+        """Let the model guess behind what was sampled; also where nothing was, for its KV."""
+        drafting, num = self._drafting, len(step.sampling.rows)
+        if drafting is None:
+            return lambda: None
+        size = self._bucket(max(num, 1))
+        if self._mixed_rows is None:
+            self._graphs.run(("draft", size), partial(self._draft, size))
+        else:
+            assert step.forward.next_ids is not None, "a model that drafts is told what follows"
+            rows, sampled = self._mixed_rows
+            next_ids = self._ring.upload_ints(step.forward.next_ids)
+            last = rows.row_indptr[sampled.long() + 1].long() - 1
+            next_ids[last] = self._token_ids[size][:num].clamp_min(0)
+            drafting.run_mixed(size, next_ids, rows, self._kv_pool, sampled)
+        held = self._ring.draft_ids(size)
+        held.copy_(drafting.draft_ids[size], non_blocking=True)
+        return lambda: held[:num].numpy().copy()
 
     def _sample_edited(self, size: int) -> None:
         """With penalties or a bias: a request in many, so not captured."""
@@ -390,3 +431,7 @@ class DeviceLauncher:
 
     def _bucket(self, num_rows: int) -> int:
         return next(size for size in self._buckets if size >= num_rows)
+
+
+def _with_drafts(sampled: Sampled | None, drafts: NDArray[np.int32] | None) -> Sampled | None:
+    return sampled if sampled is None or drafts is None else replace(sampled, drafts=drafts)

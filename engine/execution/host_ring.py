@@ -34,6 +34,7 @@ class HostRing:
         size = num_params * max_rows
         self._params = [self._host(size, torch.float64) for _ in self._ints]
         self._ids = [self._host(max_rows, torch.int32) for _ in self._ints]
+        self._drafts = [self._host(max_rows, torch.int32) for _ in self._ints]
         self._turn = 0
         self._used = {"ints": 0, "longs": 0}
 
@@ -55,6 +56,10 @@ class HostRing:
     def token_ids(self, size: int) -> torch.Tensor:
         """Room for int32 [size], to download to."""
         return self._ids[self._turn][:size]
+
+    def draft_ids(self, size: int) -> torch.Tensor:
+        """The same for what a model drafts."""
+        return self._drafts[self._turn][:size]
 
     def upload(self, values: NDArray[np.int64]) -> torch.Tensor:
         """int64 numbers, on the device."""

@@ -65,6 +65,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
             "engine.load_format", config.load_format, f"what {source.path} is: {source.kind}"
         )
     opened = _open(source, is_dummy=config.load_format == "dummy")
+    if config.speculation == "mtp" and not getattr(opened.decoder, "num_next_layers", 0):
+        allowed = "none | ngram, as this model has no next-token-prediction layer"
+        raise ConfigError("engine.speculation", config.speculation, allowed)
     max_context_len = _context_len(config, opened.decoder.max_context_len)
     device = choose_device(config, opened.kind)
     dtype_name, keep_packed = _choose_precision(config, source, device.type, opened)
@@ -75,6 +78,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         keep_packed=keep_packed,
         max_positions=max_context_len,
         max_rows=config.rows_per_step,
+        drafts=config.speculation == "mtp",
         device=device,
     )
     return LoadedModel(

@@ -20,7 +20,7 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.memory import free_device_bytes, free_host_bytes
 from engine.execution.model_loading import LoadedModel, has_compiled_decoder, load_model
-from engine.models.model import PagedModel, StepRows
+from engine.models.model import DraftingModel, PagedModel, StepRows
 from kernels.errors import KernelInputError, NoKernelFoundError
 from kernels.ops.page_copy import copy_pages
 from kernels.selection import set_override
@@ -79,6 +79,23 @@ class PagedModelRunner:
             return self._model.forward(
                 self._resolved_ids(batch), rows, self._pool.kv, batch.sample_rows
             )
+
+    @property
+    def can_draft(self) -> bool:
+        """The model guesses one token further."""
+        return isinstance(self._model, DraftingModel) and self._model.can_draft
+
+    def draft(self, batch: ForwardBatch, next_ids: torch.Tensor) -> torch.Tensor:
+        """int32 [S]: guesses behind the sampled tokens. Requires: `forward` ran this batch last.
+
+        Args:
+            next_ids: int32 [T], as `DraftingModel` takes it.
+        """
+        assert isinstance(self._model, DraftingModel)
+        with torch.no_grad():
+            rows = self._rows(batch)
+            hidden = self._model.last_hidden
+            return self._model.draft(next_ids, hidden, rows, self._pool.kv, batch.sample_rows)
 
     def _rows(self, batch: ForwardBatch) -> StepRows:
         num_prefill_rows = count_prefill_rows(batch.row_indptr)

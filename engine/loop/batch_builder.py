@@ -82,11 +82,13 @@ class BatchBuilder:
         self._page_table = torch.zeros((max_slots, num_pages), dtype=torch.int32)
 
     def build(
-        self, plan: Plan, rows: ModelRows | None = None
+        self, plan: Plan, rows: ModelRows | None = None, behind: Sequence[int] | None = None
     ) -> tuple[ForwardBatch, NDArray[np.int32]]:
         """The tensors of `plan`, and its page table deltas [D, 3] (slot, index, page).
 
-        `rows`: what `model_rows` made of the plan with drafts.
+        Args:
+            rows: what `model_rows` made of the plan with drafts.
+            behind: for a model that drafts, the known token behind each of these rows, or -1.
         """
         rows = rows if rows is not None else model_rows(plan, None)
         starts, lens = rows.starts, rows.lens
@@ -119,5 +121,14 @@ class BatchBuilder:
             sample_rows=parts[6],
             page_table=self._page_table,
             page_copies=parts[7].view(-1, 3),
+            next_ids=None if behind is None else _next_ids(rows.input_ids, indptr, behind),
         )
         return batch, np.array(plan.page_deltas, dtype=np.int32)
+
+
+def _next_ids(input_ids: Ints, indptr: Ints, behind: Sequence[int]) -> torch.Tensor:
+    """The token behind each: the next one of its row; behind a row's last, what is known."""
+    following = np.full(len(input_ids), -1, dtype=np.int32)
+    following[:-1] = input_ids[1:]
+    following[indptr[1:] - 1] = behind
+    return torch.from_numpy(following)

@@ -38,13 +38,23 @@ class DispatchedStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TakenTokens:
+    """What one request got. `guess`: what the model drafts behind the last, -1: nothing."""
+
+    request: Request
+    drafts: Sequence[int]  # that it was run with
+    token_ids: list[int]
+    guess: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Committed:
     """What a step's result means."""
 
     step_done: StepDone
     messages: list[Message]
     num_sampled: int
-    tokens: Sequence[tuple[Request, Sequence[int], list[int]]]  # (request, its drafts, its tokens)
+    tokens: Sequence[TakenTokens]
 
 
 def remember(
@@ -77,7 +87,7 @@ def commit(step: DispatchedStep, result: StepResult) -> Committed:
     finished = np.zeros(num_rows, dtype=np.uint8)
     failed = np.zeros(num_rows, dtype=np.uint8)
     messages: list[Message] = []
-    tokens: list[tuple[Request, Sequence[int], list[int]]] = []
+    tokens: list[TakenTokens] = []
     next_sample = 0
     for row, (request, drafts) in enumerate(zip(step.requests, step.drafts, strict=True)):
         first_sample = next_sample
@@ -92,7 +102,8 @@ def commit(step: DispatchedStep, result: StepResult) -> Committed:
             taken = _take(messages, request, result.sampled, first_sample, drafts)
             accepted[row] = len(taken)
             token_ids[row, : len(taken)] = taken
-            tokens.append((request, drafts, taken))
+            guess = _guess(result.sampled, first_sample + len(taken) - 1) if taken else -1
+            tokens.append(TakenTokens(request=request, drafts=drafts, token_ids=taken, guess=guess))
         if request.outcome is not None:
             is_failure = request.outcome.reason is api.FinishReason.ERROR
             (failed if is_failure else finished)[row] = 1
@@ -148,6 +159,12 @@ def _take(
         )
         messages.append((request, tokens))
     return taken
+
+
+def _guess(sampled: Sampled | None, sample: int) -> int:
+    if sampled is None or sampled.drafts is None:
+        return -1
+    return int(sampled.drafts[sample])
 
 
 def _problem(request: Request, token_id: int) -> Outcome | None:

@@ -141,7 +141,8 @@ class EngineLoop:
         requests = [self._desk.live(index) for index in plan.row_request_ids.tolist()]
         granted = self._speculation.grant(plan, requests)
         rows = model_rows(plan, granted)
-        forward, page_deltas = self._builder.build(plan, rows)
+        behind = self._speculation.known_behind(plan, requests, granted)
+        forward, page_deltas = self._builder.build(plan, rows, behind)
         drafts = [ids.tolist() for ids in granted] if granted is not None else [[]] * len(requests)
         sampling = self._sampling_of(plan, rows, requests, drafts)
         self._executor.dispatch(Step(forward=forward, page_deltas=page_deltas, sampling=sampling))
@@ -204,8 +205,8 @@ class EngineLoop:
         self._outbox.flush()  # tokens first; the scheduler and the next plan can wait
         for ended in self._control.advance([committed.step_done]):
             self._desk.end(ended)
-        for request, drafts, token_ids in committed.tokens:
-            self._speculation.note(request, drafts, token_ids)
+        for taken in committed.tokens:
+            self._speculation.note(taken)
         spent_ns = time.thread_time_ns() - start_ns
         self._counters.note_commit(result, step.num_tokens, committed.num_sampled, spent_ns)
         self._num_failed_steps = 0 if result.error is None else self._num_failed_steps + 1

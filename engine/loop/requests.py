@@ -69,6 +69,14 @@ class Request:
         """Tokens of the prompt, without any output."""
         return len(self.prompt_ids)
 
+    def token_at(self, place: int) -> int:
+        """The token at a place of prompt and output; -1 where there is none yet."""
+        if place < self.prompt_len:
+            return int(self.prompt_ids[place])
+        start = 4 * (place - self.prompt_len)
+        found = self.output[start : start + 4]
+        return int.from_bytes(found, "little") if found else -1
+
     def output_ids(self) -> NDArray[np.int32]:
         """Output so far, int32; a copy."""
         return np.frombuffer(bytes(self.output), dtype="<i4")

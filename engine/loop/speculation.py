@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from _scheduler import Plan
 from engine.config import TOKENS_WITH_DRAFTS, EngineConfig
+from engine.loop.commit import TakenTokens
 from engine.loop.control_plane import ControlPlane
 from engine.loop.counters import Counters
 from engine.loop.requests import Request
+from engine.sampling.params import RowSampling
 from engine.spec_decode.ngram import NO_DRAFTS, IdRow, NgramDrafter
 
 
@@ -27,7 +29,7 @@ class Speculation:
     """Owns the drafts of all requests. One thread."""
 
     def __init__(self, config: EngineConfig, control: ControlPlane, counters: Counters) -> None:
-        self._is_on = config.speculation != "none"
+        self._kind = config.speculation
         self._max_drafts = config.max_draft_tokens
         self._control = control
         self._counters = counters
@@ -35,27 +37,49 @@ class Speculation:
     def begin(self, request: Request) -> None:
         """A request was admitted. Penalties change with each token, so such a request has none."""
         row = request.row
-        if not self._is_on or request.drafter is not None or row is None or row.penalties:
+        if self._kind != "ngram" or request.drafter is not None or _has_penalties(row):
             return
         known = np.concatenate([request.prompt_ids, request.output_ids()])
         request.drafter = NgramDrafter(known, self._max_drafts)
 
-    def note(self, request: Request, drafts: Sequence[int], token_ids: list[int]) -> None:
-        """A step gave a request these tokens, which had these drafts; find its next ones."""
-        drafter = request.drafter
-        if drafter is None:
+    def note(self, taken: TakenTokens) -> None:
+        """A step gave a request tokens; find its next drafts."""
+        request, num_drafts = taken.request, len(taken.drafts)
+        if num_drafts and taken.token_ids:
+            num_accepted = len(taken.token_ids) - 1
+            self._counters.note_drafts(num_drafts, num_accepted)
+            if request.drafter is not None:
+                request.drafter.note(num_drafts, num_accepted)
+        if request.outcome is not None or self._kind == "none":
             return
-        if drafts:
-            num_accepted = len(token_ids) - 1
-            drafter.note(len(drafts), num_accepted)
-            self._counters.note_drafts(len(drafts), num_accepted)
-        if request.outcome is not None:
-            return
-        drafter.append(token_ids)
         num_before = len(request.drafts)
-        request.drafts = _useful(request, drafter.propose())
+        request.drafts = _useful(request, self._proposed(taken))
         if len(request.drafts) != num_before:
             self._control.set_num_draft_tokens(request, len(request.drafts))
+
+    def _proposed(self, taken: TakenTokens) -> IdRow:
+        drafter = taken.request.drafter
+        if drafter is not None:
+            drafter.append(taken.token_ids)
+            return drafter.propose()
+        if taken.guess < 0 or _has_penalties(taken.request.row):
+            return NO_DRAFTS
+        return np.array([taken.guess], dtype=np.int32)
+
+    def known_behind(
+        self, plan: Plan, requests: Sequence[Request], granted: Sequence[IdRow] | None
+    ) -> list[int] | None:
+        """For a model that drafts: the token known behind each row of a step, -1 where it is
+        sampled there. A row with drafts is one row a token, each sampled."""
+        if self._kind != "mtp":
+            return None
+        known: list[int] = []
+        ends = (plan.row_starts + plan.row_lens).tolist()
+        for row, request in enumerate(requests):
+            num = 1 if granted is None else 1 + len(granted[row])
+            is_known = not plan.row_samples[row]
+            known += [request.token_at(ends[row]) if is_known else -1] * num
+        return known
 
     def grant(self, plan: Plan, requests: Sequence[Request]) -> list[IdRow] | None:
         """The drafts of each row of a plan; None where no row was planned with any."""
@@ -71,6 +95,10 @@ class Speculation:
             granted[row] = drafts
             room -= len(drafts)
         return granted
+
+
+def _has_penalties(row: RowSampling | None) -> bool:
+    return row is None or row.penalties is not None
 
 
 def _rows_with_drafts(plan: Plan) -> NDArray[np.intp]:

@@ -12,12 +12,14 @@ import torch
 from engine.layers.mla import mla_attention
 from engine.layers.moe import feed_forward
 from engine.models.deepseek_config import DeepseekConfig
-from engine.models.deepseek_loader import DeepseekStack, load_stack
+from engine.models.deepseek_loader import DeepseekLayer, DeepseekStack, load_stack
 from engine.models.model import LoadOptions, StepRows
 from engine.weights.reader import WeightReader
 from kernels.mla_workspace import make_mla_workspace
-from kernels.ops.linear import norm_linear
+from kernels.ops.linear import linear, norm_linear
 from kernels.ops.mla import plan_mla_decode
+from kernels.ops.norm import rms_norm
+from kernels.ops.sampling import argmax
 from kernels.ops.step_ids import embed_rows
 from kvtiers.layout import FP8_GROUP, LatentLayout
 
@@ -30,8 +32,10 @@ class DeepseekForCausalLM:
         self.num_layers = config.num_layers
         self.vocab_size = config.vocab_size
         self.takes_fp8_kv = config.latent_dim % FP8_GROUP == 0
+        self.can_draft = stack.next_layer is not None
         self._stack = stack
         self._dtype = options.dtype
+        self.last_hidden = torch.empty(0)
         self._workspace = make_mla_workspace(
             max_rows=options.max_rows,
             num_heads=config.num_heads,
@@ -53,7 +57,7 @@ class DeepseekForCausalLM:
 
     def kv_layout(self, page_size: int, dtype: str) -> LatentLayout:
         return LatentLayout(
-            num_layers=self.config.num_layers,
+            num_layers=self.config.num_layers + self.can_draft,
             page_size=page_size,
             latent_dim=self.config.latent_dim,
             rope_dim=self.config.rope_dim,
@@ -75,21 +79,61 @@ class DeepseekForCausalLM:
             plan_mla_decode(self._workspace, seq_lens, rows.page_table, slots)
         residual = embed_rows(stack.embedding, input_ids, self._dtype)
         for index, layer in enumerate(stack.layers):
-            residual = mla_attention(
-                residual,
-                (layer.input_norm, eps),
-                layer.attention,
-                rows,
-                kv_pool[:, index],
-                stack.cos_sin,
-                self.config.softmax_scale,
-                self._workspace,
-            )
-            residual = feed_forward(residual, (layer.post_norm, eps), layer.feed_forward)
+            residual = self._layer(residual, layer, rows, kv_pool[:, index])
+        if self.can_draft:
+            self.last_hidden = rms_norm(residual, stack.final_norm, eps)
         if not rows.samples_all:
-            last = rows.row_indptr[sample_rows.long() + 1].long() - 1
-            residual = residual[last]
+            residual = residual[_last_tokens(rows, sample_rows)]
         return norm_linear(residual, stack.final_norm, eps, stack.lm_head, torch.float32)
+
+    def draft(
+        self,
+        next_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        rows: StepRows,
+        kv_pool: torch.Tensor,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `DraftingModel`. Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2."""
+        stack, eps = self._stack, self.config.rms_eps
+        found = stack.next_layer
+        assert found is not None, "can_draft"
+        embedded = embed_rows(stack.embedding, next_ids, self._dtype)
+        halves = (
+            rms_norm(embedded, found.embed_norm, eps),
+            rms_norm(hidden, found.hidden_norm, eps),
+        )
+        residual = linear(torch.cat(halves, dim=-1), found.project)
+        residual = self._layer(residual, found.layer, rows, kv_pool[:, self.config.num_layers])
+        if not rows.samples_all:
+            residual = residual[_last_tokens(rows, sample_rows)]
+        logits = norm_linear(residual, found.final_norm, eps, stack.lm_head, torch.float32)
+        return argmax(logits)
+
+    def _layer(
+        self,
+        residual: torch.Tensor,
+        layer: DeepseekLayer,
+        rows: StepRows,
+        kv_pool_layer: torch.Tensor,
+    ) -> torch.Tensor:
+        eps = self.config.rms_eps
+        residual = mla_attention(
+            residual,
+            (layer.input_norm, eps),
+            layer.attention,
+            rows,
+            kv_pool_layer,
+            self._stack.cos_sin,
+            self.config.softmax_scale,
+            self._workspace,
+        )
+        return feed_forward(residual, (layer.post_norm, eps), layer.feed_forward)
+
+
+def _last_tokens(rows: StepRows, sample_rows: torch.Tensor) -> torch.Tensor:
+    """Places of the sampled rows' last tokens, int64."""
+    return rows.row_indptr[sample_rows.long() + 1].long() - 1
 
 
 EntryClass = DeepseekForCausalLM

@@ -2,7 +2,7 @@
 """The sizes of a DeepSeek-type decoder (V2, V3, R1, Kimi K2), from config.json. Torch-free.
 
 Does not know: tensors, kernels. What a config asks for and we do not have is refused, not ignored.
-Weights of next-token-prediction layers behind the last layer are left unread.
+Of the next-token-prediction layers behind the last one, the first may be used to draft.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class DeepseekConfig:
     is_tied: bool
     experts: ExpertsConfig | None
     moe_layers: tuple[bool, ...]  # which layers have experts
+    num_next_layers: int = 0  # behind the last: each guesses one token further
 
     @property
     def head_dim(self) -> int:
@@ -138,6 +139,7 @@ def _config(config: Mapping[str, Any], path: Path) -> DeepseekConfig:
         is_tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
         moe_layers=_moe_layers(config, num_layers, experts is not None),
+        num_next_layers=int(config.get("num_nextn_predict_layers") or 0),
     )
 
 

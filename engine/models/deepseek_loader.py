@@ -43,12 +43,24 @@ class DeepseekLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextLayer:
+    """Guesses the token behind the next one; embedding and head are the model's."""
+
+    embed_norm: torch.Tensor  # [hidden]
+    hidden_norm: torch.Tensor  # [hidden]
+    project: LinearWeight  # [hidden, 2 * hidden]: the embedding's half, then the hidden state's
+    layer: DeepseekLayer
+    final_norm: torch.Tensor  # [hidden]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekStack:
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[DeepseekLayer, ...]
     final_norm: torch.Tensor  # [hidden]
     lm_head: LinearWeight  # [vocab, hidden]
     cos_sin: torch.Tensor  # fp32 [max_pos, rope_dim]
+    next_layer: NextLayer | None = None
 
 
 def load_stack(config: DeepseekConfig, reader: WeightReader, options: LoadOptions) -> DeepseekStack:
@@ -79,12 +91,26 @@ class _Loader:
             final_norm=self._norm("model.norm", config.hidden),
             lm_head=embedding if config.is_tied else self._linear("lm_head", vocab_shape),
             cos_sin=table.to(self._options.device),
+            next_layer=self._next_layer() if self._options.drafts else None,
+        )
+
+    def _next_layer(self) -> NextLayer:
+        index, hidden = self._config.num_layers, self._config.hidden
+        prefix = f"model.layers.{index}"
+        return NextLayer(
+            embed_norm=self._norm(f"{prefix}.enorm", hidden),
+            hidden_norm=self._norm(f"{prefix}.hnorm", hidden),
+            project=self._dense(f"{prefix}.eh_proj", (hidden, 2 * hidden)),
+            layer=self._layer(index),
+            final_norm=self._norm(f"{prefix}.shared_head.norm", hidden),
         )
 
     def _layer(self, index: int) -> DeepseekLayer:
         prefix, hidden = f"model.layers.{index}", self._config.hidden
         experts = self._config.experts
-        has_experts = experts is not None and self._config.moe_layers[index]
+        moe_layers = self._config.moe_layers
+        is_moe = moe_layers[index] if index < len(moe_layers) else any(moe_layers)
+        has_experts = experts is not None and is_moe
         return DeepseekLayer(
             input_norm=self._norm(f"{prefix}.input_layernorm", hidden),
             attention=self._attention(f"{prefix}.self_attn"),

@@ -7,7 +7,7 @@ Does not know: architectures, files.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -24,6 +24,7 @@ class LoadOptions:
     max_positions: int  # rows of the rope table
     max_rows: int = 1  # rows of a step
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    drafts: bool = False  # load the layer that guesses the token behind the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,39 @@ class StepRows(PagedRows):
     # them there must not wait for the device. None: those above are on the host.
     prefill_on_host: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     samples_all: bool = False  # each row has one token, and all are sampled in order
+
+
+@runtime_checkable
+class DraftingModel(Protocol):
+    """A model with a layer of its own that guesses one token further."""
+
+    @property
+    def can_draft(self) -> bool:
+        """That layer was loaded."""
+        ...
+
+    @property
+    def last_hidden(self) -> torch.Tensor:
+        """[T, hidden]: what `forward` ended with for each token of its last step; its own memory,
+        valid until the next call."""
+        ...
+
+    def draft(
+        self,
+        next_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        rows: StepRows,
+        kv_pool: torch.Tensor,
+        sample_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write that layer's KV for the step that `forward` ran last; return int32 [S]: the token
+        guessed behind the one that each sampled row's last token is followed by.
+
+        Args:
+            next_ids: int32 [T], the token that follows each of the step's.
+            hidden: `last_hidden` of that step.
+        """
+        ...
 
 
 class PagedModel(Protocol):

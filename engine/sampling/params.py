@@ -75,6 +75,7 @@ class Sampled:
 
     token_ids: NDArray[np.int32]
     logprobs: dict[int, TokenLogprobs]  # by row, for rows that asked
+    drafts: NDArray[np.int32] | None = None  # what the model guesses behind each
 
 
 _MASK32 = 0xFFFFFFFF

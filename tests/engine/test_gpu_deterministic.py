@@ -14,29 +14,12 @@ from engine.config import EngineConfig
 from engine.execution.model_runner import build_model_runner
 from kernels.fixed_order import use_usual_order
 from tests.fakes.paged_driver import PagedDriver, Row
-from tests.fakes.tiny_deepseek import write_tiny_deepseek
+from tests.fakes.tiny_deepseek import GPU_SHAPE, write_tiny_deepseek
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-# Sizes of the real thing, few layers and experts.
-SHAPE: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 256,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 4096,
-}
 PROMPT = 1400  # more than one part of the attention
 NUM_STEPS = 4
 
@@ -72,7 +55,7 @@ def _said(runner: Any, others: int, chunk: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_has_the_same_bits_alone_and_in_batches(tmp_path: Path, dtype: str) -> None:
-    write_tiny_deepseek(tmp_path, **SHAPE)
+    write_tiny_deepseek(tmp_path, **GPU_SHAPE)
     config = EngineConfig(
         model=str(tmp_path),
         load_format="dummy",
@@ -92,7 +75,7 @@ def test_a_row_has_the_same_bits_alone_and_in_batches(tmp_path: Path, dtype: str
 
 
 def test_fp32_of_fixed_order_is_near_the_host(tmp_path: Path) -> None:
-    write_tiny_deepseek(tmp_path, **SHAPE)
+    write_tiny_deepseek(tmp_path, **GPU_SHAPE)
     found = []
     for device in ("cpu", "cuda"):
         config = EngineConfig(

@@ -38,6 +38,24 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 
+# Sizes that the kernels of a GPU are made for.
+GPU_SHAPE: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 256,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+
 
 def write_tiny_deepseek(directory: Path, **changes: Any) -> Path:
     """Write config.json into `directory` (made if missing); load it with load_format=dummy."""

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts of a next-token-prediction layer: against transformers' layers, and changing no token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.execution.batch import ForwardBatch
+from engine.execution.device_runner import DeviceModelRunner
+from engine.execution.model_loading import load_model
+from engine.execution.model_runner import PagedModelRunner, build_model_runner
+from kvtiers.device_pool import DevicePool
+from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
+from tests.fakes.paged_driver import PagedDriver
+from tests.fakes.tiny_deepseek import CONFIG, write_tiny_deepseek
+
+_NUM_LAYERS, _HIDDEN, _VOCAB = 2, 48, 131
+_SHAPE: dict[str, Any] = {
+    **CONFIG,
+    "vocab_size": _VOCAB,
+    "hidden_size": _HIDDEN,
+    "num_hidden_layers": _NUM_LAYERS,
+    "moe_intermediate_size": 24,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _random(model: Any) -> Any:
+    with torch.no_grad():
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name:
+                weight.uniform_(0.5, 1.5)
+            elif "correction_bias" in name:
+                weight.uniform_(-0.2, 0.2)
+            elif "inv_freq" not in name:
+                weight.normal_(std=0.5 if "gate.weight" in name else 0.12)
+    return model.eval()
+
+
+def _checkpoint(directory: Path) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """A model of two layers with a third that drafts; (model, that layer, its own tensors)."""
+    torch.manual_seed(3)
+    shape = {key: value for key, value in _SHAPE.items() if key != "architectures"}
+    main = _random(DeepseekV3ForCausalLM(DeepseekV3Config(**shape)))
+    alone = {**shape, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    behind = _random(DeepseekV3ForCausalLM(DeepseekV3Config(**alone)))
+    main.save_pretrained(directory)
+    behind.save_pretrained(directory / "behind")
+    tensors = load_file(directory / "model.safetensors")
+    prefix = f"model.layers.{_NUM_LAYERS}."
+    for name, value in load_file(directory / "behind" / "model.safetensors").items():
+        if name.startswith("model.layers.0."):
+            tensors[prefix + name.removeprefix("model.layers.0.")] = value
+    own = {
+        "enorm.weight": torch.rand(_HIDDEN) + 0.5,
+        "hnorm.weight": torch.rand(_HIDDEN) + 0.5,
+        "eh_proj.weight": torch.randn(_HIDDEN, 2 * _HIDDEN) * 0.1,
+        "shared_head.norm.weight": behind.model.norm.weight.detach().clone(),
+    }
+    tensors.update({prefix + name: value for name, value in own.items()})
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return main, behind, own
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def _wanted(main: Any, behind: Any, own: dict[str, torch.Tensor], ids: list[int]) -> list[int]:
+    """By transformers' layers: the guess behind ids[: n + 2], for each n."""
+    with torch.no_grad():
+        hidden = main.model(torch.tensor([ids[:-1]])).last_hidden_state
+        embedded = main.model.embed_tokens(torch.tensor([ids[1:]]))
+        halves = (_norm(embedded, own["enorm.weight"]), _norm(hidden, own["hnorm.weight"]))
+        mixed = torch.cat(halves, dim=-1) @ own["eh_proj.weight"].T
+        logits = main.lm_head(behind.model(inputs_embeds=mixed).last_hidden_state)
+    found: list[int] = logits[0].argmax(dim=-1).tolist()
+    return found
+
+
+class _Recorder:
+    """A runner that keeps the batch it ran last."""
+
+    def __init__(self, runner: PagedModelRunner) -> None:
+        self._runner = runner
+        self.batch: ForwardBatch | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.batch = batch
+        return self._runner.forward(batch)
+
+
+def _config(directory: Path, **settings: Any) -> EngineConfig:
+    return EngineConfig(
+        model=str(directory),
+        dtype="float32",
+        num_threads=1,
+        page_size=16,
+        kv_pool_tokens=2048,
+        max_slots=4,
+        max_context_len=256,
+        speculation="mtp",
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("first", [1, 9, 18])
+def test_guesses_are_those_of_the_same_layers_in_transformers(tmp_path: Path, first: int) -> None:
+    """Behind a first chunk, then token by token over paged KV."""
+    main, behind, own = _checkpoint(tmp_path)
+    ids = torch.randint(0, _VOCAB, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    wanted = _wanted(main, behind, own, ids)
+    recorder = _Recorder(build_model_runner(_config(tmp_path)))  # type: ignore[arg-type]
+    driver = PagedDriver(recorder, seed=2)  # type: ignore[arg-type]
+    row, found, at = driver.open(1), [], 0
+    for size in (first, *[1] * (len(ids) - 1 - first)):
+        driver.step([(row, ids[at : at + size])])
+        assert recorder.batch is not None
+        next_ids = torch.tensor(ids[at + 1 : at + 1 + size], dtype=torch.int32)
+        found += recorder.draft(recorder.batch, next_ids).tolist()
+        at += size
+    assert found == wanted[first - 1 :]
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "few words": {"sampling": {"logit_bias": {20: 20.0, 40: 20.0, 60: 20.0}}},
+    "hot": {"sampling": {"temperature": 0.7, "seed": 5, "logit_bias": {20: 20.0, 40: 20.0}}},
+    "penalties": {"sampling": {"frequency_penalty": 0.5}},
+}
+
+
+def _talk(run_dir: Path, runner: Any, speculation: str) -> tuple[dict[str, Collected], Any]:
+    said: dict[str, Collected] = {}
+    stats: dict[str, float] = {}
+
+    async def work(client: EngineClient) -> None:
+        async def one(kind: str, seed: int) -> None:
+            prompt = [3 + (seed * 7 + place * 5) % 90 for place in range(30 + 20 * seed)]
+            said[kind] = await run(client, make_request(kind, prompt, 60, **_KINDS[kind]))
+
+        await asyncio.gather(*(one(kind, seed) for seed, kind in enumerate(_KINDS)))
+        stats.update(await client.stats())
+
+    engine = LiveEngine(str(run_dir), runner, token_budget=24, speculation=speculation)
+    serve(engine, work)
+    return said, stats
+
+
+def _device_runner(config: EngineConfig) -> DeviceModelRunner:
+    """A GPU's launcher, on the CPU."""
+    loaded = load_model(config)
+    runner = DeviceModelRunner(
+        loaded.model,
+        DevicePool(loaded.model.kv_layout(16, "float32"), 129, torch.device("cpu")),
+        max_slots=config.max_slots,
+        max_rows=config.rows_per_step,
+        max_tokens=64,
+        max_context_len=256,
+        model_fingerprint="tiny",
+        eager=True,
+    )
+    runner.warm_up()
+    return runner
+
+
+@pytest.mark.parametrize("build", [build_model_runner, _device_runner])
+def test_a_served_model_that_drafts_says_what_it_says_without(
+    tmp_path: Path, build: Callable[[EngineConfig], Any]
+) -> None:
+    tiny = write_tiny_deepseek(tmp_path / "tiny", num_nextn_predict_layers=1)
+    runner = build(_config(tiny, load_format="dummy"))
+    drafted, stats = _talk(tmp_path / "mtp", runner, "mtp")
+    assert stats["draft_tokens"] > 40
+    assert 0 < stats["draft_tokens_accepted"] < stats["draft_tokens"]
+    assert stats["owned_pages"] == stats["in_flight_pages"] == 0
+    plain_config = replace(_config(tiny, load_format="dummy"), speculation="none")
+    without, _ = _talk(tmp_path / "none", build_model_runner(plain_config), "none")
+    for kind in _KINDS:
+        assert drafted[kind].ids == without[kind].ids, kind
+
+
+def test_a_devices_guesses_are_those_of_the_host(tmp_path: Path) -> None:
+    """One request alone, its prompt in several steps: as many are tried, as many are right."""
+    tiny = write_tiny_deepseek(tmp_path / "tiny", num_nextn_predict_layers=1)
+    counts = []
+    for build in (build_model_runner, _device_runner):
+        runner = build(_config(tiny, load_format="dummy"))
+
+        async def work(client: EngineClient) -> None:
+            prompt = [3 + 7 * place % 90 for place in range(50)]
+            await run(client, make_request("r", prompt, 100, sampling={"ignore_eos": True}))
+            stats = await client.stats()
+            counts.append([stats[name] for name in ("draft_tokens", "draft_tokens_accepted")])
+
+        run_dir = str(tmp_path / build.__name__)
+        serve(LiveEngine(run_dir, runner, token_budget=24, speculation="mtp"), work)
+    assert counts[0] == counts[1]
+    assert 0 < counts[0][1] < counts[0][0], counts
+
+
+def test_a_model_without_such_a_layer_is_refused_by_name(tmp_path: Path) -> None:
+    tiny = write_tiny_deepseek(tmp_path)
+    with pytest.raises(ConfigError, match=r"engine\.speculation = 'mtp'.*no next-token-prediction"):
+        build_model_runner(_config(tiny, load_format="dummy"))
