@@ -19,8 +19,10 @@ PR_SET_PDEATHSIG = 1
 RESTART_WINDOW_S = 60.0
 FIRST_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 5.0
-# The signals the supervisor takes with sigtimedwait; exec would hand the mask to the children.
 MEMORY_NAME = "moorage-l2"
+# Between two looks at a child. In a longer gap the watcher stood still itself, so maybe all did.
+MAX_GAP_S = 2.0
+# The signals the supervisor takes with sigtimedwait; exec would hand the mask to the children.
 SUPERVISED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -76,6 +78,7 @@ class Pulse:
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._last_s: float | None = None
+        self._looked_s = 0.0
 
     def reset(self) -> None:
         """Another child is starting: it is not watched before its first sign of life."""
@@ -83,9 +86,16 @@ class Pulse:
         self._last_s = None
 
     def silent_s(self, now_s: float) -> float:
-        """Seconds since the last sign of life, seen at this call or before; 0 before the first."""
+        """Seconds since the last sign of life, seen at this call or before; 0 before the first.
+
+        A machine that stood still (paused, suspended) stopped child and watcher alike: of a gap
+        between two calls no more than `MAX_GAP_S` counts.
+        """
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
         if self._read():
             self._last_s = now_s
+        elif self._last_s is not None and gap_s > MAX_GAP_S:
+            self._last_s += gap_s - MAX_GAP_S
         return now_s - self._last_s if self._last_s is not None else 0.0
 
     def _read(self) -> bool:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from appliance.metrics import Metrics
-from appliance.process_spawn import RestartPolicy, describe_exit
+from appliance.process_spawn import MAX_GAP_S, Pulse, RestartPolicy, describe_exit
 from appliance.supervisor import StartError, bind_listener, lock_run_dir, read_state
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +182,25 @@ def test_a_child_that_hangs_is_killed_and_started_again_and_that_is_counted(fold
     assert 'moorage_process_restarts_total{process="engine"} 0.0' in shown
     status, _, err = running.stop()
     assert status == 0 and "api process hangs: no sign of life for" in err
+
+
+def test_a_machine_that_stood_still_makes_nobody_look_hung() -> None:
+    """Silence counts while somebody listens for it; a child that is silent on is found out."""
+    pulse = Pulse()
+    try:
+        assert pulse.silent_s(1000.0) == 0.0  # not before the first sign
+        os.eventfd_write(pulse.fd, 1)
+        assert [pulse.silent_s(now_s) for now_s in (1000.5, 1001.0)] == [0.0, 0.5]
+        assert pulse.silent_s(5001.0) == pytest.approx(0.5 + MAX_GAP_S)
+        assert pulse.silent_s(5002.0) == pytest.approx(1.5 + MAX_GAP_S)
+        os.eventfd_write(pulse.fd, 1)
+        assert pulse.silent_s(9000.0) == 0.0
+        silent_s = [pulse.silent_s(9000.0 + second) for second in range(1, 121)]
+        assert silent_s == pytest.approx(list(range(1, 121)))
+        pulse.reset()
+        assert pulse.silent_s(9500.0) == 0.0
+    finally:
+        os.close(pulse.fd)
 
 
 def test_children_do_not_outlive_a_killed_supervisor(folder: Path) -> None:
