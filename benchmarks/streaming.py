@@ -34,6 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tests.fakes.appliance as running
 from appliance.api_main import settle_memory
+from appliance.app import create_app
 from engine import api
 from engine.transport import encode_outputs
 from tests.fakes.appliance import RunningApp, default_assets, ids_of
@@ -206,25 +207,24 @@ def lateness(
     )
 
 
+def create_stamped(services: Any) -> Any:
+    app = create_app(services)
+    app.add_middleware(Stamps)
+    return app
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     num_tokens = int(options.rate * options.seconds)
     token_ids = (ids_of(TEXT.rstrip()) * num_tokens)[:num_tokens]
     steps = {"tokens_per_s": options.rate, "burst": options.burst}
     steps["is_staggered"] = options.staggered
-    create_app = running.create_app
-
-    def create_stamped(services: Any) -> Any:
-        app = create_app(services)
-        app.add_middleware(Stamps)
-        return app
-
-    running.create_app = create_stamped
+    running.create_app = create_stamped  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as folder:
         app = RunningApp(Path(folder), with_engine=False)
         ours, theirs = context.Pipe()
-        args = (app.config.engine.socket_path, token_ids, steps, theirs)
-        engine = context.Process(target=run_engine, args=args)
+        path = app.config.engine.socket_path
+        engine = context.Process(target=run_engine, args=(path, token_ids, steps, theirs))
         engine.start()
         ours.recv()
         with app:
