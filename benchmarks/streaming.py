@@ -129,7 +129,8 @@ class Stamps:
 
 def run_engine(path: str, token_ids: list[int], options: dict[str, Any], pipe: Connection) -> None:
     """Serve until told to stop; the answer is the same for every request."""
-    with SteadyEngine(path, lambda request: token_ids, **options) as engine:
+    engine = SteadyEngine(path, lambda request: token_ids, **options)
+    with engine:
         pipe.send("ready")
         pipe.recv()
         pipe.send(dict(engine.sent))
