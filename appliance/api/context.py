@@ -59,17 +59,18 @@ class ClientGone(Exception):
     """The client closed its connection before it was answered."""
 
 
-def context_of(request: Request) -> ApiContext:
+async def context_of(request: Request) -> ApiContext:
+    """Return the app's context. As all dependencies here it is async: others cost a thread each."""
     context: ApiContext = request.app.state.context
     return context
 
 
-def caller_of(request: Request) -> str | None:
+async def caller_of(request: Request) -> str | None:
     """Return the caller's tenant; None is the admin, who may see every tenant.
 
     Raises: ApiError invalid_api_key.
     """
-    services = context_of(request).services
+    services = (await context_of(request)).services
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     key = key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     if services.admin_key and hmac.compare_digest(key.encode(), services.admin_key.encode()):
@@ -83,9 +84,10 @@ def caller_of(request: Request) -> str | None:
     raise ApiError("invalid_api_key", "no such API key; send Authorization: Bearer <key>")
 
 
-def admin_only(request: Request) -> None:
+async def admin_only(request: Request) -> None:
     """Raise ApiError unless the caller is the admin, or no keys are configured at all."""
-    if caller_of(request) is not None and context_of(request).services.config.server.api_keys:
+    services = (await context_of(request)).services
+    if await caller_of(request) is not None and services.config.server.api_keys:
         raise ApiError("invalid_api_key", "this endpoint is for the admin of the appliance")
 
 
