@@ -34,9 +34,14 @@ class Residency:
         """
         if len(page_hashes) % HASH_BYTES:
             raise ValueError(f"page_hashes: {len(page_hashes)} bytes, not a multiple of 16")
-        self._chains[session_id] = tuple(
-            page_hashes[start : start + HASH_BYTES]
-            for start in range(0, len(page_hashes), HASH_BYTES)
+        known = self._chains.get(session_id, ())
+        end = len(known) * HASH_BYTES
+        # Hashes are chained: where the last one known is still there, all before it are.
+        if known and page_hashes[end - HASH_BYTES : end] != known[-1]:
+            known, end = (), 0
+        new = range(end, len(page_hashes), HASH_BYTES)
+        self._chains[session_id] = known + tuple(
+            page_hashes[start : start + HASH_BYTES] for start in new
         )
 
     def forget(self, session_id: str) -> None:

@@ -42,6 +42,21 @@ def test_nothing_counts_behind_a_page_that_is_gone() -> None:
     assert residency.tokens("a") == TierTokens(l1=64)
 
 
+@pytest.mark.parametrize(
+    "later", [(1, 2, 3), (1, 2, 3, 4, 5), (1, 2), (), (1, 2, 9), (7, 8, 9, 10)]
+)
+def test_a_history_that_grew_shrank_or_changed_is_followed(later: tuple[int, ...]) -> None:
+    residency, fresh = Residency(PAGE), Residency(PAGE)
+    residency.track("a", chain(1, 2, 3))
+    for known in (residency, fresh):
+        known.track("a", chain(*later))
+        known.track("b", chain(*later, 11))
+        for name in (*later, 11):
+            known.apply("stored", "l2", page(name))
+    assert residency.tokens("a") == fresh.tokens("a") == TierTokens(l2=len(later) * PAGE)
+    assert residency.shared_tokens("b") == fresh.shared_tokens("b") == len(later) * PAGE
+
+
 def test_an_engine_restart_empties_l1_only() -> None:
     residency = Residency(PAGE)
     residency.track("a", chain(1, 2))
