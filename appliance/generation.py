@@ -89,7 +89,8 @@ class Generation:
             await stream.aclose()
         events = self.answer.finish(is_cut=self.finish_reason == "length")
         self._note(events)
-        if self.answer.has_calls and self.finish_reason == "stop":
+        is_whole = self.answer.has_calls and not self.answer.has_truncated_call
+        if is_whole and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         self.metrics.output_tokens.inc(self.num_output)
         if self.asked is not None:

@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -284,3 +285,34 @@ def test_tokens_are_shown_as_text_and_their_fields_are_checked(app: RunningApp) 
         "invalid_value",
         "tokens[1]",
     )
+
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def lively(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
+    settings = {"server": {"heartbeat_s": 0.05}}
+    with RunningApp(tmp_path_factory.mktemp("l"), settings=settings) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "line"),
+    [
+        ("/v1/messages", {"messages": USER, "max_tokens": 9}, "event: ping"),
+        ("/v1/chat/completions", {"messages": USER}, ": heartbeat"),
+        ("/v1/responses", {"input": "Hi"}, ": heartbeat"),
+        ("/v1/completions", {"prompt": "Hi"}, ": heartbeat"),
+    ],
+)
+def test_a_stream_that_waits_for_its_model_is_kept_alive(
+    lively: RunningApp, path: str, body: Json, line: str
+) -> None:
+    body = {**body, "model": "default", "stream": True}
+    lively.engine.pause()
+    with lively.http.stream("POST", path, json=body) as reply:
+        lines = reply.iter_lines()
+        assert next(found for found in lines if found == line)
+        lively.engine.resume()
+        assert "Hello" in "\n".join(lines)
