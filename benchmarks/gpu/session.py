@@ -128,6 +128,13 @@ PARTS = (
         dry=TINY_TIERS,
     ),
     Part(
+        name="steps_drafts",
+        half="third",
+        limit_s=80,
+        command=f"{STEPS} --drafts 4",
+        dry=f"{TINY_STEPS} --only decode --drafts 2",
+    ),
+    Part(
         name="kernels",
         half="third",
         limit_s=200,

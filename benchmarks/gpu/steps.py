@@ -74,13 +74,15 @@ class Steps:
         return np.stack((slot, index, page), axis=1).astype(np.int32)
 
     def launch(
-        self, lens: list[tuple[int, int]], deltas: np.ndarray[Any, Any]
+        self, lens: list[tuple[int, int]], deltas: np.ndarray[Any, Any], drafts: int = 0
     ) -> Callable[[], StepResult]:
-        """A step of rows (cached, new), every row sampled; ids come from the device."""
+        """A step of rows (cached, new), every row sampled; ids come from the device. With drafts
+        1 + drafts rows have a slot, one token behind the other."""
         indptr = np.cumsum([0, *(new for _, new in lens)])
         positions = np.concatenate([np.arange(past, past + new) for past, new in lens])
-        slots = np.repeat(np.arange(len(lens)), [new for _, new in lens])
-        page = slots * (self._runner.num_pages // len(lens)) + positions // PAGE
+        row_slots = np.arange(len(lens)) // (1 + drafts)
+        slots = np.repeat(row_slots, [new for _, new in lens])
+        page = slots * (self._runner.num_pages // (slots[-1] + 1)) + positions // PAGE
         mapping = page % self._runner.num_pages * PAGE + positions % PAGE
         num_rows, num_tokens = len(lens), len(positions)
 
@@ -95,7 +97,7 @@ class Steps:
                     positions=ints(positions),
                     slot_mapping=ints(mapping),
                     row_indptr=ints(indptr),
-                    row_slots=ints(np.arange(num_rows)),
+                    row_slots=ints(row_slots),
                     seq_lens=ints([past + new for past, new in lens]),
                     sample_rows=ints(np.arange(num_rows)),
                     page_table=torch.empty(0),
@@ -104,24 +106,31 @@ class Steps:
                 page_deltas=deltas,
                 sampling=SampleBatch(
                     rows=self._rows[:num_rows],
-                    slots=np.arange(num_rows),
+                    slots=row_slots,
+                    draft_places=np.arange(len(lens)) % (1 + drafts),
                     positions=np.zeros(num_rows, dtype=np.int64),
                 ),
             )
         )
 
 
-def measure_decode(steps: Steps, num_rows: int, context: int, num_steps: int) -> dict[str, Any]:
+def measure_decode(
+    steps: Steps, num_rows: int, context: int, num_steps: int, drafts: int
+) -> dict[str, Any]:
     """Milliseconds a decode step, two under way."""
     no_deltas = np.empty((0, 3), dtype=np.int32)
-    steps.launch([(context, 1)] * num_rows, steps.map_rows(num_rows, -(-context // PAGE) + 4))()
+
+    def rows_at(length: int) -> list[tuple[int, int]]:
+        return [(length + place, 1) for place in range(1 + drafts)] * num_rows
+
+    steps.launch(rows_at(context), steps.map_rows(num_rows, -(-context // PAGE) + 4), drafts)()
     under_way: deque[Callable[[], StepResult]] = deque()
     start = time.perf_counter()
     launch_s = 0.0
     results = []
     for number in range(num_steps):
         before = time.perf_counter()
-        under_way.append(steps.launch([(context + 1 + number % 64, 1)] * num_rows, no_deltas))
+        under_way.append(steps.launch(rows_at(context + 1 + number % 64), no_deltas, drafts))
         launch_s += time.perf_counter() - before
         if len(under_way) == 2:
             results.append(under_way.popleft()())
@@ -131,6 +140,7 @@ def measure_decode(steps: Steps, num_rows: int, context: int, num_steps: int) ->
         "case": "decode",
         "rows": num_rows,
         "context": context,
+        "drafts": drafts,
         "step_ms": round(step_ms, 4),
         "forward_ms": round(float(np.median([r.forward_ms for r in results])), 4),
         "sample_ms": round(float(np.median([r.sample_ms for r in results])), 4),
@@ -232,6 +242,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="Name the kernels of a step.")
     parser.add_argument("--temperature", type=float, default=0.0, help="draw instead of argmax")
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--drafts", type=int, default=0, help="drafts of each row")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -243,8 +254,9 @@ def cases_of(args: argparse.Namespace, steps: Steps) -> list[Callable[[], dict[s
     cases: list[Callable[[], dict[str, Any]]] = []
     if args.only in (None, "decode"):
         cases += [
-            partial(measure_decode, steps, rows, context, args.steps)
+            partial(measure_decode, steps, rows, context, args.steps, args.drafts)
             for rows, context in (TINY_DECODE if is_tiny else DECODE)
+            if rows * (1 + args.drafts) <= args.max_slots
         ]
     if args.only in (None, "prefill"):
         chunks = TINY_PREFILL if is_tiny else PREFILL

@@ -11,7 +11,7 @@ import torch
 from kernels.ops.draw import draw_tokens
 from kernels.ops.edit import edit_rows
 from kernels.selection import override
-from tests.kernels.triton_sampling_interpreted import ROWS, draw_case, edit_case
+from tests.fakes.sampling_cases import ROWS, draw_case, edit_case
 
 pytestmark = [
     pytest.mark.gpu,
