@@ -11,6 +11,7 @@ add_library(moorage_scheduler STATIC
   prefix/radix_tree.cpp
   prefix/radix_tree_look.cpp
   prefix/radix_tree_shrink.cpp
+  prefix/reuse.cpp
   requests/transitions.cpp
   schedule/admission.cpp
   schedule/commit.cpp
@@ -61,6 +62,7 @@ if(MOORAGE_BUILD_TESTS)
     "${test_dir}/lower_tiers_test.cpp"
     "${test_dir}/page_pool_test.cpp"
     "${test_dir}/radix_tree_test.cpp"
+    "${test_dir}/reuse_test.cpp"
     "${test_dir}/scheduler_test.cpp"
     "${test_dir}/sha256_test.cpp"
     "${test_dir}/transitions_test.cpp"

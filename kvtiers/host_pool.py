@@ -33,11 +33,11 @@ from kvtiers.layout import KvLayout
 
 ALIGNMENT = 4096
 MAX_SALT_BYTES = 1024
-REGION_VERSION = 1
+REGION_VERSION = 2
 _MAGIC = b"MRL2"
 
 _REGION = struct.Struct("<4sIQQQ32s")
-_RECORD = struct.Struct("<16s16sI")
+_RECORD = struct.Struct("<16s16sII")
 _SUM = struct.Struct("<Q")
 
 
@@ -49,6 +49,7 @@ class PageName:
     parent_hash: bytes
     token_ids: bytes  # int32, little-endian
     salt: str
+    start: int = 0  # tokens before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,8 @@ class HostPool:
         salt = name.salt.encode("utf-8")
         if len(salt) > MAX_SALT_BYTES or len(name.token_ids) != 4 * self.shape.page_size:
             return
-        fields = _RECORD.pack(name.page_hash, name.parent_hash, len(salt)) + name.token_ids + salt
+        fields = _RECORD.pack(name.page_hash, name.parent_hash, name.start, len(salt))
+        fields += name.token_ids + salt
         start = self._record_at(page)
         self._memory[start + _SUM.size : start + _SUM.size + len(fields)] = fields
         self._memory[start : start + _SUM.size] = _SUM.pack(xxh3_64_intdigest(fields))
@@ -166,7 +168,7 @@ class HostPool:
         """What the slot's page is; None where that was not said whole."""
         start = self._record_at(page) + _SUM.size
         (total,) = _SUM.unpack_from(self._memory, start - _SUM.size)
-        page_hash, parent_hash, salt_len = _RECORD.unpack_from(self._memory, start)
+        page_hash, parent_hash, first, salt_len = _RECORD.unpack_from(self._memory, start)
         tokens_at = _RECORD.size
         salt_at = tokens_at + 4 * self.shape.page_size
         if salt_len > MAX_SALT_BYTES:
@@ -183,6 +185,7 @@ class HostPool:
             parent_hash=parent_hash,
             token_ids=fields[tokens_at:salt_at],
             salt=salt,
+            start=first,
         )
 
     def doubt(self, page: int) -> None:
@@ -269,4 +272,4 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-assert _RECORD.size == 2 * PAGE_HASH_BYTES + 4
+assert _RECORD.size == 2 * PAGE_HASH_BYTES + 8

@@ -274,7 +274,9 @@ class Scheduler:
     def drop_prefix(
         self, token_ids: NDArray[np.int32], keep_tokens: int = 0, salt: str = ""
     ) -> int:
-        """Free what of this prefix nobody uses or shares, from keep_tokens on; returns pages."""
+        """Free what of this prefix nobody uses or shares, from the page after keep_tokens on, in
+        every tier; returns the pages freed in L1. What is on its way to L2 or L3 goes when it has
+        come, unless it is used till then."""
 
     def hint_prefix(
         self,
@@ -323,9 +325,13 @@ class Scheduler:
         page_hashes: bytes,
         pages: NDArray[np.int32],
         salt: str = "",
+        *,
+        before: bytes = b"",  # the page they follow, which need not be anywhere
+        start: int = 0,  # tokens up to and with that page
     ) -> int:
         """Take in full pages of a prefix that survived a restart: l2 with its page ids, l3 by name.
-        Pages that L2 holds already are passed over, whatever page id is said for them.
+        Pages that L2 holds already are passed over, whatever page id is said for them. Pages whose
+        head is nowhere are found once it is known again: computed, or in L3.
 
         Raises ValueError for a name that is not that of its tokens, or a page that is not free.
         """

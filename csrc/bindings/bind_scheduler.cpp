@@ -204,9 +204,22 @@ void set_costs(BoundScheduler& self, double l2_us_per_page, double l3_us_per_pag
                             as_ns("prefill_us_per_token", prefill_us_per_token, 1e4)});
 }
 
+// None: the page that stands before a prefix's first one.
+PageHash as_name(const char* field, const nb::bytes& name) {
+  PageHash hash = kRootHash;
+  if (name.size() == hash.size()) {
+    std::memcpy(hash.data(), name.c_str(), hash.size());
+  } else if (name.size() != 0) {
+    throw std::invalid_argument(std::string(field) + ": " + std::to_string(name.size()) +
+                                " bytes are neither a name (16) nor none");
+  }
+  return hash;
+}
+
 std::int32_t adopt(BoundScheduler& self, const std::string& tier,
                    const InArray1<TokenId>& token_ids, const nb::bytes& page_hashes,
-                   const InArray1<std::int32_t>& pages, const std::string& salt) {
+                   const InArray1<std::int32_t>& pages, const std::string& salt,
+                   const nb::bytes& before, std::int64_t start) {
   if (tier != "l2" && tier != "l3") {
     throw std::invalid_argument("tier: '" + tier + "' is not in [l2, l3]");
   }
@@ -219,7 +232,7 @@ std::int32_t adopt(BoundScheduler& self, const std::string& tier,
   std::vector<PageId> ids;
   for (std::size_t i = 0; i < pages.shape(0); ++i) ids.push_back(PageId{pages.data()[i]});
   return self.scheduler.adopt(tier == "l2" ? Tier::kL2 : Tier::kL3, as_tokens(token_ids), hashes,
-                              ids, salt);
+                              ids, salt, {as_name("before", before), start});
 }
 
 LeaseGrant lease(BoundScheduler& self, std::int64_t lease_id, const InArray1<TokenId>& token_ids,
@@ -256,13 +269,7 @@ nb::bytes name_pages(const InArray1<TokenId>& token_ids, std::int64_t page_size,
                      const std::string& model_fingerprint, const std::string& salt,
                      const nb::bytes& parent) {
   require_count("page_size", page_size, 1);
-  PageHash hash = kRootHash;
-  if (parent.size() == hash.size()) {
-    std::memcpy(hash.data(), parent.c_str(), hash.size());
-  } else if (parent.size() != 0) {
-    throw std::invalid_argument("parent: " + std::to_string(parent.size()) +
-                                " bytes are neither a name (16) nor none");
-  }
+  PageHash hash = as_name("parent", parent);
   const PageHash space = hash_namespace(model_fingerprint, salt);
   const auto length = static_cast<std::size_t>(page_size);
   std::string names;
@@ -314,7 +321,8 @@ void bind_scheduler(nb::module_& module) {
       .def("move", &move_prefix, nb::arg("token_ids").noconvert(), nb::arg("tier"),
            nb::arg("salt") = "")
       .def("adopt", &adopt, nb::arg("tier"), nb::arg("token_ids").noconvert(),
-           nb::arg("page_hashes"), nb::arg("pages").noconvert(), nb::arg("salt") = "")
+           nb::arg("page_hashes"), nb::arg("pages").noconvert(), nb::arg("salt") = "",
+           nb::kw_only(), nb::arg("before") = nb::bytes("", 0), nb::arg("start") = 0)
       .def("lease", &lease, nb::kw_only(), nb::arg("lease_id"), nb::arg("token_ids").noconvert(),
            nb::arg("until_ms"), nb::arg("tenant") = "default", nb::arg("salt") = "",
            nb::arg("tier") = "l1")

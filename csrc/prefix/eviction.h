@@ -5,6 +5,7 @@
 // By value: a node is worth (chance that somebody comes back) x (cost to recompute a page of it,
 // which grows with its depth, as attention does) above the pressure at its last use. Pressure is
 // the value of the last page evicted, so whatever is not used again ages as others come and go.
+// What stands on probation (reuse.h) goes before all that does not, in the same order.
 // Source: Cao and Irani, Cost-Aware WWW Proxy Caching Algorithms (GreedyDual-Size), 1997. Sizes
 // are equal here, so cost per byte is cost per page.
 #pragma once
@@ -44,8 +45,11 @@ class EvictionValue {
     return pressure_ + cost(end) * (return_permille + (is_held ? kHeldPermille : 0)) / 1000;
   }
   std::int64_t of(const Node& node) const {
-    return of(node.end(), node.return_permille, node.hold_until_ms > 0);
+    const std::int64_t value = of(node.end(), node.return_permille, node.hold_until_ms > 0);
+    return node.is_on_probation && !node.is_awaited ? on_probation(value) : value;
   }
+  // Below every other value, and below 0; pressure is not felt there.
+  std::int64_t on_probation(std::int64_t value) const { return value - pressure_ - kFarBelow; }
   void evicted(std::int64_t keep_value) { pressure_ = std::max(pressure_, keep_value); }
 
   // Of recomputing a page at that depth.
@@ -54,6 +58,7 @@ class EvictionValue {
  private:
   static constexpr std::int64_t kUnit = 1'000'000;  // cost of a page at the start of a context
   static constexpr std::int64_t kHeldPermille = 1000;
+  static constexpr std::int64_t kFarBelow = std::int64_t{1} << 60;
 
   const EvictionPolicy policy_;
   const std::int64_t attention_len_;  // context at which a page costs twice as much

@@ -42,6 +42,9 @@ struct Node {
   std::int64_t keep_value = 0;   // what eviction.h orders by; set when the last user leaves
   TimeMs hold_until_ms = 0;      // its owner would like it here until then; 0: no such wish
   bool is_unbacked = false;      // L2 had no room for some of its pages
+  std::int64_t used_at = 0;      // in pages used since the start, as reuse.h counts time
+  bool is_on_probation = false;  // was lost before, and goes before what was not
+  bool is_awaited = false;       // brought from below for somebody who has not used it yet
 
   bool is_root() const { return parent == nullptr; }
   bool is_leaf() const { return children.empty(); }

@@ -22,7 +22,9 @@ RadixTree::RadixTree(PagePool& pool, TreeOptions options, KvEventLog& log,
       model_fingerprint_(std::move(options.model_fingerprint)),
       log_(log),
       lower_(lower),
-      value_(options.eviction, options.attention_len) {}
+      value_(options.eviction, options.attention_len),
+      uses_value_(options.eviction == EvictionPolicy::kValue),
+      reuse_(pool.num_pages()) {}
 
 RadixTree::~RadixTree() {
   for (const auto& [salt, space] : spaces_) {
@@ -83,6 +85,7 @@ void RadixTree::release(Node& node) {
     MOORAGE_CHECK(at->num_users > 0, "a prefix was released twice");
     at->num_users -= 1;
     at->last_used_ms = now_ms_;
+    at->used_at = reuse_.now();
     at->keep_value = value_.of(*at);
     root = at;
   }
@@ -105,6 +108,7 @@ void RadixTree::merge_upwards(Node* node) {
     Node* parent = node->parent;
     if (node->children.size() == 1 && node->leases.empty() &&
         node->children[0]->num_users == 0 &&
+        node->children[0]->is_on_probation == node->is_on_probation &&
         node->len() + node->children[0]->len() <= kMaxGrownLen &&
         node->children[0]->last_used_ms == node->last_used_ms) {
       merge_only_child(*node);
@@ -126,6 +130,7 @@ void RadixTree::merge_only_child(Node& node) {
   node.keep_value = child->keep_value;
   node.hold_until_ms = child->hold_until_ms;
   node.is_unbacked = node.is_unbacked || child->is_unbacked;
+  node.is_awaited = node.is_awaited || child->is_awaited;
   node.leases = std::move(child->leases);
   for (Lease* lease : node.leases) lease->node = &node;
   --num_nodes_;
@@ -266,6 +271,9 @@ Node& RadixTree::split(Node& node, std::int32_t num_tokens) {
   front.keep_value = node.keep_value;
   front.hold_until_ms = node.hold_until_ms;
   front.is_unbacked = node.is_unbacked;
+  front.used_at = node.used_at;
+  front.is_on_probation = node.is_on_probation;
+  front.is_awaited = node.is_awaited;
   front.tokens = std::move(node.tokens);
   front.tokens.resize(static_cast<std::size_t>(num_tokens));
   front.hashes = std::move(node.hashes);
@@ -296,6 +304,8 @@ Node& RadixTree::add_child(Node& parent, TokenSpan tokens) {
   child.start = parent.end();
   child.last_used_ms = now_ms_;
   child.num_users = 1;
+  child.used_at = reuse_.now();
+  child.is_on_probation = parent.is_on_probation;
   parent.children.insert(parent.children.begin() + static_cast<std::ptrdiff_t>(at),
                          std::move(owner));
   remember(child);
@@ -303,10 +313,11 @@ Node& RadixTree::add_child(Node& parent, TokenSpan tokens) {
   return child;
 }
 
-// Only its sole user may lengthen a node, and not one whose end a lease marks.
-bool RadixTree::may_grow(const Node& node) const {
+// Only its sole user may lengthen a node, and not one whose end a lease marks; what is on probation
+// stays apart from what is not.
+bool RadixTree::may_grow(const Node& node, bool is_on_probation) const {
   return !node.is_root() && node.is_leaf() && node.num_users == 1 && node.leases.empty() &&
-         node.len() < kMaxGrownLen;
+         node.len() < kMaxGrownLen && node.is_on_probation == is_on_probation;
 }
 
 PageHash RadixTree::last_hash(const Node& node) const {
@@ -314,20 +325,31 @@ PageHash RadixTree::last_hash(const Node& node) const {
   return node.is_root() || node.parent->is_root() ? kRootHash : node.parent->hashes.back();
 }
 
+// Of the full pages below `parent`, as far as nobody named them yet.
+std::vector<PageHash> RadixTree::name_pages(const Node& parent, TokenSpan tokens,
+                                            std::span<const PageHash> names) const {
+  const std::size_t num_full = tokens.size() / static_cast<std::size_t>(page_size_);
+  names = names.first(std::min(names.size(), num_full));
+  std::vector<PageHash> all(names.begin(), names.end());
+  all.reserve(num_full);
+  for (std::size_t i = all.size(); i < num_full; ++i) {
+    all.push_back(hash_page(parent.space->hash, all.empty() ? last_hash(parent) : all.back(),
+                            tokens.subspan(i * page_size_, page_size_)));
+  }
+  return all;
+}
+
 void RadixTree::append_pages(Node& node, TokenSpan tokens, OwnedPages pages,
                              std::span<const PageHash> names) {
   const Edit edit(*this, node);
   PageHash parent = last_hash(node);
-  const std::size_t num_full = tokens.size() / static_cast<std::size_t>(page_size_);
-  for (std::size_t i = 0; i < num_full; ++i) {
-    const PageHash hash =
-        i < names.size()
-            ? names[i]
-            : hash_page(node.space->hash, parent, tokens.subspan(i * page_size_, page_size_));
+  for (const PageHash& hash : names) {
     node.hashes.push_back(hash);
     log_.add({KvEventKind::kStored, Tier::kL1, hash, parent, page_size_});
     parent = hash;
   }
+  reuse_.tick(pages.size());
+  node.used_at = reuse_.now();
   node.tokens.insert(node.tokens.end(), tokens.begin(), tokens.end());
   node.pages.append(std::move(pages));
 }
@@ -338,11 +360,14 @@ OwnedPages RadixTree::publish(NodeRef& ref, TokenSpan tokens, OwnedPages pages,
   while (!tokens.empty()) {
     Node* child = full_child(*ref.node_, tokens);
     if (child == nullptr) {
-      if (!may_grow(*ref.node_)) {
+      const std::vector<PageHash> all = name_pages(*ref.node_, tokens, names);
+      const bool on_probation = are_for_probation(*ref.node_, all);
+      if (!may_grow(*ref.node_, on_probation)) {
         drop_covered_partial(*ref.node_, tokens.first(page_size_));
         ref.node_ = &add_child(*ref.node_, tokens.first(page_size_));
+        ref.node_->is_on_probation = on_probation;
       }
-      append_pages(*ref.node_, tokens, std::move(pages), names);
+      append_pages(*ref.node_, tokens, std::move(pages), all);
       break;
     }
     const std::int32_t shared = common_prefix_len(child->tokens, tokens) / page_size_ * page_size_;
@@ -362,11 +387,50 @@ void RadixTree::publish_partial(NodeRef& ref, TokenSpan tokens, OwnedPages page)
   PrefixMatch match;
   find_partial(*ref.node_, tokens, match);
   if (match.partial_len == static_cast<std::int32_t>(tokens.size())) return;  // `page` is freed
-  if (!may_grow(*ref.node_)) {
+  if (!may_grow(*ref.node_, ref.node_->is_on_probation)) {
     drop_covered_partial(*ref.node_, tokens);
     ref.node_ = &add_child(*ref.node_, tokens);
   }
   append_pages(*ref.node_, tokens, std::move(page), {});
+}
+
+// ---- reuse -------------------------------------------------------------------------------------
+
+void RadixTree::note_use(const NodeRef& ref, std::int32_t num_pages) {
+  std::int32_t num_found = 0;
+  for (Node* at = ref.node_; !at->is_root(); at = at->parent) {
+    num_found += at->pages.size();
+    if (std::exchange(at->is_awaited, false)) continue;  // counted as it came
+    reuse_.note(reuse_.now() - at->used_at + num_pages, at->pages.size());
+    at->is_on_probation = false;
+  }
+  reuse_.tick(num_found);
+}
+
+void RadixTree::note_awaited(const NodeRef& ref) {
+  if (!ref.node_->is_root()) ref.node_->is_awaited = true;
+}
+
+// The unused leaf that would go next if none were on probation and none leased.
+const Node* RadixTree::next_victim() const {
+  const auto at = std::ranges::find_if(
+      evictable_, [](const Node* node) { return node->keep_value >= 0 && node->num_leases == 0; });
+  return at == evictable_.end() ? nullptr : *at;
+}
+
+// Pages of one run that are new here. What nobody has lost goes with the pages before it.
+bool RadixTree::are_for_probation(const Node& parent, std::span<const PageHash> names) {
+  std::int64_t furthest = -1;
+  for (const PageHash& name : names) {
+    const ReuseHistory::Found found = reuse_.find_lost(name);
+    if (!found.was_lost) continue;
+    const std::int64_t distance = found.distance + static_cast<std::int64_t>(names.size());
+    reuse_.note(distance, 1);
+    furthest = std::max(furthest, found.distance);
+  }
+  if (furthest < 0 || parent.is_on_probation || !is_looping()) return parent.is_on_probation;
+  const Node* victim = next_victim();
+  return victim == nullptr || furthest >= reuse_.now() - victim->used_at;
 }
 
 }  // namespace moorage

@@ -21,6 +21,7 @@
 #include "prefix/eviction.h"
 #include "prefix/lease.h"
 #include "prefix/node.h"
+#include "prefix/reuse.h"
 
 namespace moorage {
 
@@ -79,6 +80,13 @@ class RadixTree {
                      std::vector<Adopted>& adopted, std::span<const PageHash> names = {});
   // Appends a partly filled page below `ref` (or frees it if its tokens are there already).
   void publish_partial(NodeRef& ref, TokenSpan tokens, OwnedPages page);
+
+  // ---- reuse, for the order of eviction (reuse.h).
+  // A request goes on from this prefix; its whole prompt has that many pages. Not for one that had
+  // given way, which would find what it left itself.
+  void note_use(const NodeRef& ref, std::int32_t num_pages);
+  void note_awaited(const NodeRef& ref);  // what was brought here is for somebody who waits
+  bool is_looping() const { return uses_value_ && reuse_.is_looping(); }
 
   // ---- shrinking. Each returns the number of pages freed.
   std::int32_t evict(std::int32_t num_pages);
@@ -161,8 +169,12 @@ class RadixTree {
   Node& make_root(const std::string& salt);
   Node& add_child(Node& parent, TokenSpan tokens);
   Node& split(Node& node, std::int32_t num_tokens);
-  bool may_grow(const Node& node) const;
+  bool may_grow(const Node& node, bool is_on_probation) const;
   PageHash last_hash(const Node& node) const;
+  std::vector<PageHash> name_pages(const Node& parent, TokenSpan tokens,
+                                   std::span<const PageHash> names) const;
+  bool are_for_probation(const Node& parent, std::span<const PageHash> names);
+  const Node* next_victim() const;
   void append_pages(Node& node, TokenSpan tokens, OwnedPages pages,
                     std::span<const PageHash> names);
   TokenSpan first_page(const Node& node) const;
@@ -172,7 +184,7 @@ class RadixTree {
 
   // radix_tree_shrink.cpp
   void drop_covered_partial(Node& parent, TokenSpan tokens);
-  void cut_pages(Node& node, std::int32_t num_pages);
+  void cut_pages(Node& node, std::int32_t num_pages, bool is_evicted = false);
   Node* remove_leaf(Node& node);  // returns its parent
   void drop_root_if_unused(Node& root);
   void move_leases(Node& from, Node& to);
@@ -194,6 +206,8 @@ class RadixTree {
   std::map<NodeId, Node*> held_;                   // whose they are
   std::map<NodeId, Node*> unbacked_;
   EvictionValue value_;
+  const bool uses_value_;
+  ReuseHistory reuse_;
   TreePages counts_;
   std::int64_t num_evicted_pages_ = 0;
   std::int64_t num_nodes_ = 0;

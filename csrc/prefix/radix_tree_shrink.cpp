@@ -20,11 +20,12 @@ void RadixTree::drop_covered_partial(Node& parent, TokenSpan tokens) {
   remove_leaf(before);
 }
 
-void RadixTree::cut_pages(Node& node, std::int32_t num_pages) {
+void RadixTree::cut_pages(Node& node, std::int32_t num_pages, bool is_evicted) {
   const Edit edit(*this, node);
   while (static_cast<std::int32_t>(node.hashes.size()) > num_pages) {
     const PageHash hash = node.hashes.back();
     node.hashes.pop_back();
+    if (is_evicted) reuse_.lose(hash, node.used_at);
     const bool has_moved = lower_ != nullptr && lower_->is_in_l2(hash);
     log_.add({has_moved ? KvEventKind::kMoved : KvEventKind::kRemoved,
               has_moved ? Tier::kL2 : Tier::kL1, hash, last_hash(node), page_size_});
@@ -77,7 +78,7 @@ std::int32_t RadixTree::evict(std::int32_t num_pages) {
     Node& leaf = **evictable_.begin();
     const std::int32_t cut = std::min(num_pages - freed, leaf.pages.size());
     if (leaf.num_leases == 0) value_.evicted(leaf.keep_value);
-    cut_pages(leaf, leaf.pages.size() - cut);
+    cut_pages(leaf, leaf.pages.size() - cut, uses_value_);
     freed += cut;
     if (leaf.pages.is_empty()) drop_root_if_unused(*remove_leaf(leaf));
   }

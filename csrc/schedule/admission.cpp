@@ -125,6 +125,10 @@ void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
   }
   const bool is_page_moved = tree_.can_take_partial(match);
   NodeRef prefix = tree_.pin(request.salt, match);
+  if (!request.was_retracted) {
+    tree_.note_use(prefix, config_.pages_of(request.len()));
+    tiers_.tick(match.full_len / config_.page_size);
+  }
   OwnedPages tail(pool_, PageOwner::kRequest);
   if (is_page_moved) {
     tail.append(tree_.take_partial(match));

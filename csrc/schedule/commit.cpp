@@ -231,6 +231,7 @@ void Scheduler::publish_full_pages(Request& request) {
   OwnedPages duplicates = tree_.publish(
       kv.prefix, TokenSpan(request.tokens).subspan(base, num_pages * config_.page_size),
       kv.tail.split_front(num_pages), adopted_, names.subspan(num_skipped));
+  tiers_.tick(num_pages);
   if (tiers_.is_enabled()) write_through_.send(kv.prefix.node(), base);
   if (duplicates.is_empty()) return;
   stats_.num_duplicate_pages += duplicates.size();
@@ -248,7 +249,10 @@ std::int32_t Scheduler::publish_rest(Request& request, EndedRequest& ended) {
   publish_full_pages(request);
   const std::int32_t base = kv.base_len();
   ended.page_hashes = tree_.hashes_of(kv.prefix.node());
-  if (!ended.page_hashes.empty()) tiers_.value(ended.page_hashes.back(), request.return_permille);
+  if (!ended.page_hashes.empty()) {
+    tiers_.touch(ended.page_hashes.back());
+    tiers_.value(ended.page_hashes.back(), request.return_permille);
+  }
   const std::int32_t rest = request.num_computed - base;
   if (rest <= 0) {
     tree_.hint(kv.prefix, request.return_permille);

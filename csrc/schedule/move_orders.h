@@ -23,6 +23,7 @@ struct MoveResult {
 struct MoveOrder {
   static constexpr std::size_t kMaxOrders = 256;  // the oldest gives way
   static constexpr std::int32_t kMaxStalls = 20;
+  static constexpr TimeMs kAskAgainMs = 1000;  // the store, by another order for the same prefix
   static constexpr TimeMs kRetryMs = 50;  // where nothing of it moves: nobody has room
 
   MoveTarget target = MoveTarget::kNone;
@@ -30,6 +31,8 @@ struct MoveOrder {
   std::vector<TokenId> tokens;
   PageNames names;               // of all full pages
   std::int64_t waits_for = -1;   // ticket: it is looked at again when that and all before are over
+  bool has_asked = false;        // the store, for what nobody knows of
+  std::int64_t probe_id = -1;    // and under which number; its answer may be out
   TimeMs not_before_ms = 0;
   std::int32_t best = -1;        // most tokens that were there
   std::int32_t num_stalls = 0;   // rounds without a better one

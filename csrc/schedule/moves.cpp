@@ -64,8 +64,10 @@ MoveResult Scheduler::move(TokenSpan tokens, MoveTarget target, const std::strin
   }
   if (same != orders_.end()) orders_.erase(same);  // the newest wish counts
   if (target == MoveTarget::kNone) {
-    const std::int32_t freed = forget(salt, tokens, order.names);
-    return {0, 0, num_full * config_.page_size, freed};
+    const Forgotten gone = forget(salt, tokens, 0);
+    const std::int32_t pending = gone.num_unwanted * config_.page_size;
+    return {0, pending, num_full * config_.page_size - pending,
+            gone.num_l1_pages + gone.num_lower_pages};
   }
   if (num_full == 0 || !tiers_.is_enabled()) {
     const std::int32_t there = target == MoveTarget::kL1 ? tree_.find(salt, tokens).full_len : 0;
@@ -81,18 +83,28 @@ MoveResult Scheduler::move(TokenSpan tokens, MoveTarget target, const std::strin
   return result;
 }
 
-// From the end on, until somebody else's continuation.
-std::int32_t Scheduler::forget(const std::string& salt, TokenSpan tokens, const PageNames& names) {
-  std::int32_t num_pages = tree_.drop(salt, tokens, 0);
-  for (auto at = names.pages.rbegin(); at != names.pages.rend(); ++at) {
-    num_pages += tiers_.is_in_l2(*at) || tiers_.is_in_l3(*at) ? 1 : 0;
-    if (!tiers_.drop(*at)) break;
-  }
-  return num_pages;
+// From the end on, until what is kept or what somebody else uses, leases or goes on from. What stays
+// in L1 for such a reason stays below too.
+Scheduler::Forgotten Scheduler::forget(const std::string& salt, TokenSpan tokens,
+                                       std::int32_t keep_tokens) {
+  Forgotten gone;
+  gone.num_l1_pages = tree_.drop(salt, tokens, keep_tokens);
+  if (!tiers_.is_enabled()) return gone;
+  const PrefixMatch match = tree_.find(salt, tokens);
+  const PageNames names = names_of(salt, tokens, match);
+  const auto num_kept = static_cast<std::size_t>(
+      std::max(config_.pages_of(keep_tokens), match.full_len / config_.page_size));
+  if (num_kept >= names.pages.size()) return gone;
+  const LowerTiers::Dropped dropped =
+      tiers_.drop(std::span<const PageHash>(names.pages).subspan(num_kept));
+  gone.num_lower_pages = dropped.num_pages;
+  gone.num_unwanted = dropped.num_unwanted;
+  return gone;
 }
 
 MoveResult Scheduler::work_on(MoveOrder& order) {
   const PrefixMatch match = tree_.find(order.salt, order.tokens);
+  probe_for(order, match);
   MoveResult result;
   switch (order.target) {
     case MoveTarget::kL1: result = bring_up(order, match); break;
@@ -100,10 +112,41 @@ MoveResult Scheduler::work_on(MoveOrder& order) {
     case MoveTarget::kL3: result = bring_to_l3(order, match); break;
     case MoveTarget::kNone: break;
   }
+  if (probes_.contains(order.probe_id)) {  // what nobody knows of may be in the store
+    result.tokens_pending += std::exchange(result.tokens_missing, 0);
+  }
   order.waits_for = tiers_.newest_ticket();
   const bool moves = !tiers_.is_over(order.waits_for);
   order.not_before_ms = moves ? now_ms_ : now_ms_ + MoveOrder::kRetryMs;
   return result;
+}
+
+// Once an order: after a restart the store may have what nobody here knows of.
+void Scheduler::probe_for(MoveOrder& order, const PrefixMatch& match) {
+  if (!config_.probe_l3 || std::exchange(order.has_asked, true)) return;
+  while (!asked_.empty() && asked_.front().first + MoveOrder::kAskAgainMs <= now_ms_) {
+    asked_.pop_front();
+  }
+  const std::span<const PageHash> names = order.names.pages;
+  if (std::ranges::find(asked_, names.back(), [](const auto& at) { return at.second; }) !=
+      asked_.end()) {
+    return;  // whoever asks how far an order is, when it is over, makes it anew
+  }
+  const auto first = static_cast<std::size_t>(match.full_len / config_.page_size);
+  for (std::size_t i = first; i < names.size(); ++i) {
+    const PageHash& hash = names[i];
+    if (tiers_.is_in_l2(hash) || tiers_.is_in_l3(hash) || tiers_.is_coming_to_l2(hash)) continue;
+    order.probe_id = ask_store(names, i);
+    return;
+  }
+}
+
+void Scheduler::note_answer(std::int64_t probe_id) {
+  for (auto& [id, order] : orders_) {
+    if (order.probe_id != probe_id) continue;
+    order.not_before_ms = now_ms_;
+    asked_.emplace_back(now_ms_, order.names.pages.back());
+  }
 }
 
 // Prefetches into what memory nobody runs in or leases.
@@ -211,6 +254,7 @@ MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
 // All is there, or nothing came nearer for too long.
 bool Scheduler::is_over(MoveOrder& order, const MoveResult& result) const {
   if (result.tokens_pending == 0) return true;
+  if (probes_.contains(order.probe_id)) return false;
   std::int32_t reached = 2 * result.tokens_there;
   if (order.target == MoveTarget::kL1) {
     for (const PageHash& hash : order.names.pages) {
@@ -261,7 +305,8 @@ void Scheduler::end_holds() {
 
 // Every name is checked against the tokens it stands for before anything is taken.
 std::int32_t Scheduler::adopt(Tier tier, TokenSpan tokens, std::span<const PageHash> hashes,
-                              std::span<const PageId> pages, const std::string& salt) {
+                              std::span<const PageId> pages, const std::string& salt,
+                              Fragment fragment) {
   if (!tiers_.is_enabled()) reject("tier", "there is one tier only: num_l2_pages is 0");
   if (tier == Tier::kL3 && !config_.use_l3) reject("tier", "'l3' needs use_l3");
   if (tokens.size() != hashes.size() * static_cast<std::size_t>(config_.page_size)) {
@@ -272,11 +317,19 @@ std::int32_t Scheduler::adopt(Tier tier, TokenSpan tokens, std::span<const PageH
     reject("pages", std::to_string(pages.size()) + " pages for " + std::to_string(hashes.size()) +
                         " names; l2 needs one each, l3 none");
   }
-  PageNames names{hash_namespace(config_.model_fingerprint, salt), {}};
+  if (fragment.start < 0 || fragment.start > config_.max_context_len ||
+      fragment.start % config_.page_size != 0 ||
+      (fragment.start == 0) != (fragment.before == kRootHash)) {
+    reject("start", std::to_string(fragment.start) +
+                        " is not the end of a page in front of these, or 0 where there is none");
+  }
+  const PageHash space = hash_namespace(config_.model_fingerprint, salt);
   std::vector<std::int32_t> seen;
   for (std::size_t i = 0; i < hashes.size(); ++i) {
     const std::string index = "[" + std::to_string(i) + "]";
-    if (page_hash(names, tokens, static_cast<std::int32_t>(i)) != hashes[i]) {
+    const auto page_size = static_cast<std::size_t>(config_.page_size);
+    const PageHash& before = i > 0 ? hashes[i - 1] : fragment.before;
+    if (hash_page(space, before, tokens.subspan(i * page_size, page_size)) != hashes[i]) {
       reject("page_hashes" + index, "is not the name of these tokens");
     }
     if (tier == Tier::kL3) continue;
@@ -293,8 +346,9 @@ std::int32_t Scheduler::adopt(Tier tier, TokenSpan tokens, std::span<const PageH
   if (std::ranges::adjacent_find(seen) != seen.end()) reject("pages", "a page appears twice");
   std::int32_t num_taken = 0;
   for (std::size_t i = 0; i < hashes.size(); ++i) {
-    const PageName name{hashes[i], i > 0 ? hashes[i - 1] : kRootHash,
-                        static_cast<std::int32_t>(i + 1) * config_.page_size};
+    const PageName name{hashes[i], i > 0 ? hashes[i - 1] : fragment.before,
+                        static_cast<std::int32_t>(fragment.start) +
+                            static_cast<std::int32_t>(i + 1) * config_.page_size};
     if (tier == Tier::kL2) {
       num_taken += tiers_.is_in_l2(hashes[i]) || tiers_.is_coming_to_l2(hashes[i]) ? 0 : 1;
       tiers_.adopt_l2(name, pages[i]);

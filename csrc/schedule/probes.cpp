@@ -20,24 +20,26 @@ void Scheduler::start_probe(Request& request) {
                          static_cast<std::int32_t>(pages_below(request.names, wanted, match).size());
   if (num_known >= num_full) return;
   request.probe_until_ms = now_ms_ + request.l3_wait_ms;
-  const PageHash first = page_hash(request.names, wanted, num_known);
-  const auto same = probing_.find(first);
-  if (same != probing_.end()) {
-    request.probe_id = same->second;
-    return;
-  }
   page_hash(request.names, wanted, num_full - 1);
+  request.probe_id = ask_store(request.names.pages, static_cast<std::size_t>(num_known));
+}
+
+// Names of a prefix, of which nobody knows the one at `first`. What is known behind it is not asked
+// for. Returns the probe, a running one where that asks for the same page first.
+std::int64_t Scheduler::ask_store(std::span<const PageHash> names, std::size_t first) {
+  const auto same = probing_.find(names[first]);
+  if (same != probing_.end()) return same->second;
   Probe probe;
-  const std::vector<PageHash>& names = request.names.pages;
-  for (auto i = static_cast<std::size_t>(num_known); i < static_cast<std::size_t>(num_full); ++i) {
+  for (std::size_t i = first; i < names.size(); ++i) {
+    if (tiers_.is_in_l2(names[i]) || tiers_.is_in_l3(names[i])) continue;
     probe.pages.push_back({names[i], i > 0 ? names[i - 1] : kRootHash,
                            static_cast<std::int32_t>(i + 1) * config_.page_size});
   }
-  request.probe_id = next_probe_++;
-  probing_[first] = request.probe_id;
-  new_probes_.push_back(request.probe_id);
-  probes_.emplace(request.probe_id, std::move(probe));
+  probing_[names[first]] = next_probe_;
+  new_probes_.push_back(next_probe_);
+  probes_.emplace(next_probe_, std::move(probe));
   stats_.num_probes += 1;
+  return next_probe_++;
 }
 
 bool Scheduler::is_waiting_for_probe(const Request& request) const {
@@ -53,6 +55,7 @@ void Scheduler::apply_probe(const ProbeDoneInput& input) {
   for (std::int64_t i = 0; i < input.num_pages; ++i) {
     tiers_.adopt_l3(pages[static_cast<std::size_t>(i)]);
   }
+  note_answer(input.probe_id);
 }
 
 void Scheduler::emit_probes(Plan& plan) {

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <array>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -116,10 +117,16 @@ class Scheduler {
   // order; the same call again says how far it is.
   MoveResult move(TokenSpan tokens, MoveTarget target, const std::string& salt);
   // Takes in full pages that survived a restart; throws std::invalid_argument, then none was.
+  // `before`: the page they follow, which need not be anywhere.
+  struct Fragment {
+    PageHash before = kRootHash;
+    std::int64_t start = 0;  // tokens up to and with that page
+  };
   std::int32_t adopt(Tier tier, TokenSpan tokens, std::span<const PageHash> hashes,
-                     std::span<const PageId> pages, const std::string& salt);
+                     std::span<const PageId> pages, const std::string& salt, Fragment fragment);
+  // In every tier; returns the pages freed in L1.
   std::int32_t drop_prefix(TokenSpan tokens, std::int32_t keep_tokens, const std::string& salt) {
-    return tree_.drop(salt, tokens, keep_tokens);
+    return forget(salt, tokens, keep_tokens).num_l1_pages;
   }
   // Says how likely the end of a prefix is to be continued, and until when it is wanted where;
   // returns the tokens of it found.
@@ -252,8 +259,15 @@ class Scheduler {
 
   // moves.cpp
   PageNames names_of(const std::string& salt, TokenSpan tokens, const PrefixMatch& match) const;
-  std::int32_t forget(const std::string& salt, TokenSpan tokens, const PageNames& names);
+  struct Forgotten {
+    std::int32_t num_l1_pages = 0;
+    std::int32_t num_lower_pages = 0;
+    std::int32_t num_unwanted = 0;  // of the lower ones: go when they have come
+  };
+  Forgotten forget(const std::string& salt, TokenSpan tokens, std::int32_t keep_tokens);
   MoveResult work_on(MoveOrder& order);
+  void probe_for(MoveOrder& order, const PrefixMatch& match);
+  void note_answer(std::int64_t probe_id);
   MoveResult bring_up(MoveOrder& order, PrefixMatch match);
   MoveResult bring_to_l2(MoveOrder& order, const PrefixMatch& match);
   MoveResult bring_to_l3(MoveOrder& order, const PrefixMatch& match);
@@ -265,6 +279,7 @@ class Scheduler {
 
   // probes.cpp
   void start_probe(Request& request);
+  std::int64_t ask_store(std::span<const PageHash> names, std::size_t first);
   bool is_waiting_for_probe(const Request& request) const;
   void apply_probe(const ProbeDoneInput& input);
   void emit_probes(Plan& plan);
@@ -327,6 +342,7 @@ class Scheduler {
   std::int64_t num_loads_ = 0;  // transfers that own L1 pages
   std::map<std::int64_t, MoveOrder> orders_;  // in order of their making
   std::int64_t next_order_ = 0;
+  std::deque<std::pair<TimeMs, PageHash>> asked_;  // when the store answered for whose last page
   std::map<std::int64_t, Probe> probes_;
   std::map<PageHash, std::int64_t> probing_;  // first pages, and by which probe
   std::int64_t next_probe_ = 0;

@@ -39,6 +39,7 @@ std::vector<PageHash> Scheduler::pages_below(PageNames& names, TokenSpan tokens,
 // Starts bringing pages behind `match` nearer. Returns the transfer to wait for, or -1.
 std::int64_t Scheduler::start_transfer(const std::string& salt, TokenSpan tokens,
                                        PrefixMatch match, std::span<const PageHash> hashes) {
+  tiers_.note_use(hashes);
   for (const PageHash& hash : hashes) tiers_.touch(hash);
   const auto first_lower = std::ranges::find_if(
       hashes, [this](const PageHash& hash) { return !tiers_.is_in_l2(hash); });
@@ -189,6 +190,8 @@ void Scheduler::finish_transfer(std::int64_t id) {
   const TokenSpan tokens =
       TokenSpan(transfer.tokens).first(static_cast<std::size_t>(num_there) * config_.page_size);
   tree_.publish(*transfer.prefix, tokens, transfer.pages->split_front(num_there), adopted_);
+  tree_.note_awaited(*transfer.prefix);
+  tiers_.tick(num_there);
 }
 
 }  // namespace moorage

@@ -10,7 +10,8 @@ LowerTiers::LowerTiers(TierOptions options, KvEventLog& log)
     : options_(options),
       log_(log),
       pool_(options.num_l2_pages),
-      value_(options.eviction, options.attention_len) {
+      value_(options.eviction, options.attention_len),
+      reuse_(options.num_l2_pages) {
   entries_.reserve(static_cast<std::size_t>(options.num_l2_pages));
 }
 
@@ -72,6 +73,9 @@ void LowerTiers::forget(const PageHash& hash, const Entry& entry) {
 // Requires: it is forgotten.
 void LowerTiers::revalue(Entry& entry) {
   entry.keep_value = value_.of(entry.end, entry.return_permille, entry.l2_until_ms > 0);
+  if (entry.is_on_probation && !entry.is_awaited) {
+    entry.keep_value = value_.on_probation(entry.keep_value);
+  }
 }
 
 void LowerTiers::add_child(const PageHash& parent) {
@@ -79,6 +83,7 @@ void LowerTiers::add_child(const PageHash& parent) {
   Entry& entry = make(parent);
   forget(parent, entry);
   entry.num_children += 1;
+  want(parent);
 }
 
 void LowerTiers::remove_child(const PageHash& parent) {
@@ -105,6 +110,7 @@ void LowerTiers::settle_in(const PageHash& hash, OwnedPages page) {
   Entry& entry = *find(hash);
   entry.is_coming = false;
   entry.last_used_ms = now_ms_;
+  entry.used_at = reuse_.now();
   entry.l2.append(std::move(page));
   revalue(entry);
   remember(hash, entry);
@@ -128,9 +134,11 @@ void LowerTiers::lose_l2(const PageHash& hash) {
 void LowerTiers::inherit(const PageHash& parent, const Entry& child) {
   Entry* entry = parent == kRootHash ? nullptr : find(parent);
   if (entry == nullptr || entry->l2.is_empty() || entry->num_children > 1 ||
-      entry->last_used_ms > child.last_used_ms) {
+      entry->last_used_ms > child.last_used_ms ||
+      entry->is_on_probation != child.is_on_probation) {
     return;
   }
+  entry->used_at = std::max(entry->used_at, child.used_at);
   entry->return_permille = child.return_permille;
   entry->keep_value = child.keep_value;
   if (child.l2_until_ms > entry->l2_until_ms) {
@@ -197,10 +205,49 @@ bool LowerTiers::is_moving(const PageHash& hash) const {
 void LowerTiers::touch(const PageHash& hash) {
   Entry* entry = find(hash);
   if (entry == nullptr) return;
+  want(hash);
   forget(hash, *entry);
   entry->last_used_ms = now_ms_;
+  entry->used_at = reuse_.now();
   revalue(*entry);
   remember(hash, *entry);
+}
+
+// ---- reuse -------------------------------------------------------------------------------------
+
+void LowerTiers::note_use(std::span<const PageHash> hashes) {
+  std::int64_t used_at = 0, num_again = 0;
+  for (const PageHash& hash : hashes) {
+    Entry& entry = *find(hash);
+    if (entry.l2.is_empty() || entry.is_awaited) continue;  // counted when it comes, or came
+    forget(hash, entry);
+    entry.is_awaited = true;
+    entry.is_on_probation = false;
+    revalue(entry);
+    remember(hash, entry);
+    used_at = std::max(used_at, entry.used_at);
+    num_again += 1;
+  }
+  reuse_.note(reuse_.now() - used_at + num_again, num_again);
+}
+
+std::int64_t LowerTiers::next_victim_used_at() const {
+  const auto at = idle_ends_.lower_bound(Key{0, 0, -1, PageHash{}});
+  return at == idle_ends_.end() ? reuse_.now() : find(std::get<PageHash>(*at))->used_at;
+}
+
+// A page comes to L2. What nobody has lost goes with the page before it.
+void LowerTiers::find_standing(const PageHash& hash) {
+  const ReuseHistory::Found found = reuse_.find_lost(hash);
+  Entry& entry = *find(hash);
+  const Entry* before = find(entry.parent);
+  entry.is_on_probation = before != nullptr && before->is_on_probation;
+  if (!found.was_lost) return;
+  reuse_.note(found.distance, 1);
+  if (options_.eviction == EvictionPolicy::kValue && reuse_.is_looping() &&
+      found.distance >= reuse_.now() - next_victim_used_at()) {
+    entry.is_on_probation = true;
+  }
 }
 
 // ---- valuing -----------------------------------------------------------------------------------
@@ -208,6 +255,7 @@ void LowerTiers::touch(const PageHash& hash) {
 void LowerTiers::value(const PageHash& hash, std::int32_t return_permille) {
   Entry* entry = find(hash);
   if (entry == nullptr) return;
+  want(hash);
   forget(hash, *entry);
   entry->return_permille = return_permille;
   revalue(*entry);
@@ -217,6 +265,7 @@ void LowerTiers::value(const PageHash& hash, std::int32_t return_permille) {
 void LowerTiers::hold(const PageHash& hash, TimeMs l2_until_ms, TimeMs l3_until_ms) {
   Entry* entry = find(hash);
   if (entry == nullptr) return;
+  want(hash);
   end_hold(Tier::kL2, hash);
   end_hold(Tier::kL3, hash);
   forget(hash, *entry);
@@ -266,6 +315,7 @@ void LowerTiers::leave_l3(PageHash hash) {
 
 void LowerTiers::lease(Tier tier, const PageHash& hash) {
   Entry& entry = *find(hash);
+  want(hash);
   if (tier == Tier::kL2) {
     forget(hash, entry);
     num_l2_leased_ += entry.num_l2_leases++ == 0 ? 1 : 0;
@@ -312,17 +362,65 @@ void LowerTiers::adopt_l3(const PageName& name) {
   erase_if_unused(name.hash);
 }
 
-bool LowerTiers::drop(const PageHash& hash) {
-  const Entry* entry = find(hash);
-  if (entry == nullptr) return true;
-  if (entry->is_coming || entry->is_going || entry->num_readers > 0 || entry->num_children > 0 ||
-      entry->num_l2_leases > 0 || entry->num_l3_leases > 0) {
-    return false;
+bool LowerTiers::is_on_its_way(const Entry& entry) {
+  return entry.is_coming || entry.num_readers > 0;
+}
+
+// Nobody but `next` follows it, nobody was promised it, nobody waits for it.
+bool LowerTiers::may_drop(const Entry& entry, const Entry* next) const {
+  const bool next_in_l2 = next != nullptr && (!next->l2.is_empty() || next->is_coming);
+  const bool next_in_l3 = next != nullptr && next->in_l3;
+  return entry.num_children == (next_in_l2 ? 1 : 0) &&
+         entry.num_l3_children == (next_in_l3 ? 1 : 0) && entry.num_l2_leases == 0 &&
+         entry.num_l3_leases == 0 && entry.num_readers == (entry.is_going ? 1 : 0) &&
+         !(entry.is_coming && entry.is_awaited);
+}
+
+LowerTiers::Dropped LowerTiers::drop(std::span<const PageHash> hashes) {
+  Dropped dropped;
+  const Entry* next = nullptr;  // the one behind, which stays for now
+  for (auto at = hashes.rbegin(); at != hashes.rend(); ++at) {
+    Entry* entry = find(*at);
+    if (entry == nullptr) {
+      next = nullptr;
+      continue;
+    }
+    if (!may_drop(*entry, next)) break;
+    dropped.num_pages += !entry->l2.is_empty() || entry->in_l3 || entry->is_coming ? 1 : 0;
+    if (next != nullptr || is_on_its_way(*entry)) {
+      entry->is_unwanted = true;
+      dropped.num_unwanted += 1;
+      next = entry;
+      continue;
+    }
+    lose_l2(*at);
+    set_l3(*at, false);
+    erase_if_unused(*at);
   }
-  lose_l2(hash);
-  set_l3(hash, false);
-  erase_if_unused(hash);
-  return true;
+  return dropped;
+}
+
+// Somebody uses it after all, and with it what lies before.
+void LowerTiers::want(const PageHash& hash) {
+  for (Entry* entry = find(hash); entry != nullptr && std::exchange(entry->is_unwanted, false);) {
+    entry = entry->parent == kRootHash ? nullptr : find(entry->parent);
+  }
+}
+
+// Nothing moves it any longer, perhaps.
+void LowerTiers::drop_unwanted(PageHash hash) {
+  while (hash != kRootHash) {
+    const Entry* entry = find(hash);
+    if (entry == nullptr || !entry->is_unwanted || is_on_its_way(*entry) ||
+        !may_drop(*entry, nullptr)) {
+      return;
+    }
+    const PageHash parent = entry->parent;
+    lose_l2(hash);
+    set_l3(hash, false);
+    erase_if_unused(hash);
+    hash = parent;
+  }
 }
 
 bool LowerTiers::let_go_of_l2(const PageHash& hash) {

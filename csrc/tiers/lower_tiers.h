@@ -7,12 +7,14 @@
 //   a ticket owns the page it writes and holds the one it reads until it is acked
 //   a page with children in L2 stays there: eviction takes ends of chains, in the order of Key
 //   a leased page is not evicted; it may be lost with a failed transfer
+//   an unwanted page is on its way, or the page before one; its last ticket takes it along
 // Thread rule: one thread.
 #pragma once
 
 #include <cstring>
 #include <map>
 #include <set>
+#include <span>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
@@ -20,6 +22,7 @@
 #include "events/kv_events.h"
 #include "pages/owned_pages.h"
 #include "prefix/eviction.h"
+#include "prefix/reuse.h"
 
 namespace moorage {
 
@@ -79,6 +82,9 @@ class LowerTiers : public LowerResidency {
   bool is_moving(const PageHash& hash) const;  // some ticket reads or writes it
   bool may_take_page() const { return pool_.num_free() > 0 || !idle_ends_.empty(); }
   void touch(const PageHash& hash);
+  void tick(std::int64_t num_pages) { reuse_.tick(num_pages); }  // used, wherever they are
+  // Somebody is about to load these, pages of one prefix, and to go on behind them.
+  void note_use(std::span<const PageHash> hashes);
 
   // Each makes a ticket; false (or -1): L2 has no room. A page that came to L2 goes on to L3.
   bool write_back(PagePool& l1, PageId source, const PageName& name);
@@ -95,8 +101,13 @@ class LowerTiers : public LowerResidency {
   // Takes in what survived a restart, or was found. Requires: the page is free.
   void adopt_l2(const PageName& name, PageId page);
   void adopt_l3(const PageName& name);
-  // False: it is an inner page of a chain, leased, or on its way.
-  bool drop(const PageHash& hash);
+  // Forgets the pages of a prefix in L2 and L3 from its end on, as far as nobody else goes on behind
+  // them or leases them. What is on its way goes when it has come, unless it is used till then.
+  struct Dropped {
+    std::int32_t num_pages = 0;
+    std::int32_t num_unwanted = 0;  // of these, on their way or before one that is
+  };
+  Dropped drop(std::span<const PageHash> hashes);
   bool let_go_of_l2(const PageHash& hash);
 
   // ---- valuing: the end of a chain in L2 stands for the chain behind its last fork.
@@ -138,6 +149,10 @@ class LowerTiers : public LowerResidency {
     std::int32_t num_l3_children = 0;
     std::int32_t num_l2_leases = 0;
     std::int32_t num_l3_leases = 0;
+    bool is_unwanted = false;      // goes as soon as nothing moves it
+    bool is_on_probation = false;  // was lost from L2 before (reuse.h)
+    bool is_awaited = false;       // somebody is about to load it
+    std::int64_t used_at = 0;      // as reuse.h counts time
     std::int32_t return_permille = kDefaultReturnPermille;
     TimeMs l2_until_ms = 0;  // its owner would like it there until then; 0: no such wish
     TimeMs l3_until_ms = 0;
@@ -170,6 +185,12 @@ class LowerTiers : public LowerResidency {
   void settle_in(const PageHash& hash, OwnedPages page);
   void lose_l2(const PageHash& hash);
   void set_l3(const PageHash& hash, bool in_l3);
+  static bool is_on_its_way(const Entry& entry);
+  bool may_drop(const Entry& entry, const Entry* next) const;
+  void want(const PageHash& hash);
+  void drop_unwanted(PageHash hash);
+  void find_standing(const PageHash& hash);
+  std::int64_t next_victim_used_at() const;
   void inherit(const PageHash& parent, const Entry& child);
   void end_hold(Tier tier, const PageHash& hash);
   void leave_l2_for_l3(PageHash hash);
@@ -179,6 +200,7 @@ class LowerTiers : public LowerResidency {
 
   // tickets.cpp
   bool make_room();
+  void finish(Ticket& done, bool ok);
   OwnedPages take_page(const PageHash& hash, const PageHash& parent);
   std::int64_t issue(MoveKind kind, const PageHash& hash, PageHold source, OwnedPages target,
                      std::int32_t source_page, std::int32_t target_page);
@@ -187,6 +209,7 @@ class LowerTiers : public LowerResidency {
   KvEventLog& log_;
   PagePool pool_;
   EvictionValue value_;
+  ReuseHistory reuse_;
   std::unordered_map<PageHash, Entry, HashOfHash> entries_;
   std::set<Key> idle_ends_;
   std::set<Deadline> deadlines_;

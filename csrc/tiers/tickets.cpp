@@ -10,6 +10,7 @@ bool LowerTiers::make_room() {
   const PageHash victim = std::get<PageHash>(*idle_ends_.begin());
   value_.evicted(std::get<0>(*idle_ends_.begin()));
   num_evicted_ += 1;
+  reuse_.lose(victim, find(victim)->used_at);
   lose_l2(victim);
   erase_if_unused(victim);
   return true;
@@ -42,10 +43,15 @@ std::int64_t LowerTiers::issue(MoveKind kind, const PageHash& hash, PageHold sou
 }
 
 bool LowerTiers::write_back(PagePool& l1, PageId source, const PageName& name) {
-  if (is_in_l2(name.hash) || is_coming_to_l2(name.hash)) return true;
+  if (is_in_l2(name.hash) || is_coming_to_l2(name.hash)) {
+    want(name.hash);
+    return true;
+  }
   make(name);
+  want(name.hash);
   OwnedPages target = take_page(name.hash, name.parent);
   if (target.is_empty()) return false;
+  find_standing(name.hash);
   const std::int32_t page = target[0].value;
   issue(MoveKind::kWriteBack, name.hash, PageHold(l1, source), std::move(target), source.value,
         page);
@@ -54,8 +60,11 @@ bool LowerTiers::write_back(PagePool& l1, PageId source, const PageName& name) {
 
 std::int64_t LowerTiers::fetch(const PageHash& hash) {
   const PageHash parent = find(hash)->parent;
+  want(hash);
   OwnedPages target = take_page(hash, parent);
   if (target.is_empty()) return -1;
+  find_standing(hash);
+  find(hash)->is_awaited = true;
   const std::int32_t page = target[0].value;
   return issue(MoveKind::kFetch, hash, PageHold(), std::move(target), -1, page);
 }
@@ -65,6 +74,8 @@ std::int64_t LowerTiers::load_back(const PageHash& hash, PageId target) {
   forget(hash, entry);
   entry.num_readers += 1;
   entry.last_used_ms = now_ms_;
+  entry.used_at = reuse_.now();
+  entry.is_awaited = false;
   revalue(entry);
   return issue(MoveKind::kLoadBack, hash, PageHold(pool_, entry.l2[0]),
                OwnedPages(pool_, PageOwner::kInFlight), entry.l2[0].value, target.value);
@@ -92,12 +103,19 @@ void LowerTiers::ack(std::int64_t ticket, bool ok) {
   auto node = tickets_.extract(ticket);
   Ticket& done = node.mapped();
   const PageHash hash = done.hash;
+  const PageHash parent = find(hash)->parent;
+  finish(done, ok);
+  drop_unwanted(find(hash) == nullptr ? parent : hash);
+}
+
+void LowerTiers::finish(Ticket& done, bool ok) {
+  const PageHash hash = done.hash;
   Entry& entry = *find(hash);
   num_lost_ += ok ? 0 : 1;
   if (done.kind == MoveKind::kWriteBack || done.kind == MoveKind::kFetch) {
     if (ok) {
       settle_in(hash, std::move(done.target));
-      if (done.kind == MoveKind::kWriteBack) store(hash);
+      if (done.kind == MoveKind::kWriteBack && !entry.is_unwanted) store(hash);
       return;
     }
     const PageHash parent = entry.parent;

@@ -39,7 +39,9 @@ void WriteThrough::retry(TimeMs now_ms) {
   const Node* node = tree_.next_unbacked(last_retried_);
   if (node == nullptr) return;
   last_retried_ = node->id;
-  if (send_node(*node, 0)) return tree_.mark_unbacked(*node, false);
+  // What is longer than L2 would put others out for ever, and never be whole.
+  const bool never_fits = node->end() / page_size_ > tiers_.pool().num_pages();
+  if (send_node(*node, 0) || never_fits) return tree_.mark_unbacked(*node, false);
   not_before_ms_ = now_ms + kRetryMs;
 }
 

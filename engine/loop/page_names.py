@@ -37,8 +37,16 @@ class PageNames:
         """What a page is, if it was noted lately."""
         return self._names.get(page_hash)
 
-    def note(self, token_ids: NDArray[np.int32], salt: str, *, parent: bytes = ROOT_HASH) -> bytes:
-        """Keep the names of the full pages of `token_ids`; `parent`: the page before them.
+    def note(
+        self,
+        token_ids: NDArray[np.int32],
+        salt: str,
+        *,
+        parent: bytes = ROOT_HASH,
+        start: int = 0,
+    ) -> bytes:
+        """Keep the names of the full pages of `token_ids`; `parent`: the page before them, which
+        ends at token `start`.
 
         Returns the name of the last of them, or `parent` where there is none.
         """
@@ -64,6 +72,7 @@ class PageNames:
                     parent_hash=parent,
                     token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
                     salt=salt,
+                    start=start + place * size,
                 )
             parent = page_hash
         while len(self._names) > self._most:
@@ -77,5 +86,5 @@ class PageNames:
         if num_full <= first:
             return
         tokens = np.concatenate([request.prompt_ids, request.output_ids()])[first:num_full]
-        request.last_name = self.note(tokens, request.salt, parent=request.last_name)
+        request.last_name = self.note(tokens, request.salt, parent=request.last_name, start=first)
         request.named_len = num_full

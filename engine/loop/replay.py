@@ -199,6 +199,8 @@ class Adopted(msgspec.Struct, tag="adopt"):
     page_hashes: bytes
     pages: bytes
     salt: str
+    before: bytes = b""
+    start: int = 0
 
 
 Record = (
@@ -400,9 +402,15 @@ class RecordingScheduler(Scheduler):
         page_hashes: bytes,
         pages: NDArray[np.int32],
         salt: str = "",
+        *,
+        before: bytes = b"",
+        start: int = 0,
     ) -> int:
-        num_pages = super().adopt(tier, token_ids, page_hashes, pages, salt)
-        self._write(Adopted(tier, token_ids.tobytes(), page_hashes, pages.tobytes(), salt))
+        num_pages = super().adopt(
+            tier, token_ids, page_hashes, pages, salt, before=before, start=start
+        )
+        ids = (token_ids.tobytes(), page_hashes, pages.tobytes())
+        self._write(Adopted(tier, *ids, salt, before, start))
         return num_pages
 
     def lease(
@@ -473,8 +481,16 @@ def apply(scheduler: Scheduler, record: Record) -> str:
             return digest_grant(grant)
         case Moved(token_ids, tier, salt):
             return digest_move(scheduler.move(as_ids(token_ids), tier, salt))
-        case Adopted(tier, token_ids, page_hashes, pages, salt):
-            scheduler.adopt(tier, as_ids(token_ids), page_hashes, as_ids(pages), salt)
+        case Adopted():
+            scheduler.adopt(
+                record.tier,
+                as_ids(record.token_ids),
+                record.page_hashes,
+                as_ids(record.pages),
+                record.salt,
+                before=record.before,
+                start=record.start,
+            )
         case Released(lease_id):
             scheduler.release(lease_id)
         case Configured():

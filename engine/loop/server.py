@@ -237,7 +237,8 @@ class EngineServer:
             most=NAMES_PER_SLOT * (lower.num_l2_pages + runner.num_pages),
         )
         plane = TierPlane(scheduler, lower.transfers, names, self._desk.all_live, self._wake.set)
-        plane.note_adopted(adopt_survivors(scheduler, lower.transfers.pool))
+        survivors = adopt_survivors(scheduler, lower.transfers.pool, has_l3=lower.has_l3)
+        plane.note_adopted(survivors)
         control.attach_tiers(plane)
         return plane
 

@@ -240,11 +240,14 @@ class TierPlane:
         return found
 
 
-def adopt_survivors(scheduler: Scheduler, pool: HostPool) -> list[tuple[int, bytes]]:
+def adopt_survivors(
+    scheduler: Scheduler, pool: HostPool, *, has_l3: bool
+) -> list[tuple[int, bytes]]:
     """Hand what an older process left whole in L2 to the scheduler; the slots it took, with names.
 
-    A page counts only if all pages before it are there too, and its bytes and its name are right.
-    What does not count is wiped.
+    A page counts only if its bytes and its name are right and, without L3, all pages before it are
+    there too: L3 may have them, which is found out when somebody asks. What does not count is
+    wiped.
     """
     found: dict[bytes, tuple[int, PageName]] = {}
     unwanted: list[int] = []
@@ -261,7 +264,7 @@ def adopt_survivors(scheduler: Scheduler, pool: HostPool) -> list[tuple[int, byt
     taken: dict[int, bytes] = {}
     for page_hash in found:
         if page_hash not in inner:
-            taken.update(_adopt_chain(scheduler, found, page_hash))
+            taken.update(_adopt_chain(scheduler, found, page_hash, has_l3=has_l3))
     unwanted += [page for page, _ in found.values() if page not in taken]
     for page in unwanted:
         pool.begin(page)
@@ -271,16 +274,21 @@ def adopt_survivors(scheduler: Scheduler, pool: HostPool) -> list[tuple[int, byt
 
 
 def _adopt_chain(
-    scheduler: Scheduler, found: dict[bytes, tuple[int, PageName]], page_hash: bytes
+    scheduler: Scheduler,
+    found: dict[bytes, tuple[int, PageName]],
+    page_hash: bytes,
+    *,
+    has_l3: bool,
 ) -> list[tuple[int, bytes]]:
-    """Take in the prefix that ends with a page, if all of it is there; slots and names."""
+    """Take in the run of pages that ends with this one; slots and names."""
     chain: list[tuple[int, PageName]] = []
-    while page_hash != ROOT_HASH:
-        if page_hash not in found or len(chain) > len(found):
-            return []
+    while page_hash in found and len(chain) <= len(found):
         chain.append(found[page_hash])
         page_hash = chain[-1][1].parent_hash
+    if page_hash != ROOT_HASH and (not has_l3 or page_hash in found):
+        return []
     chain.reverse()
+    first = chain[0][1]
     token_ids = np.frombuffer(b"".join(name.token_ids for _, name in chain), "<i4")
     try:
         scheduler.adopt(
@@ -288,7 +296,9 @@ def _adopt_chain(
             token_ids.astype(np.int32),
             b"".join(name.page_hash for _, name in chain),
             np.array([page for page, _ in chain], np.int32),
-            chain[0][1].salt,
+            first.salt,
+            before=b"" if page_hash == ROOT_HASH else page_hash,
+            start=first.start,
         )
     except ValueError as error:
         logger.warning("a prefix of %d pages in L2 is not taken in: %s", len(chain), error)

@@ -117,7 +117,7 @@ TEST_F(LowerTiersTest, ALeasedPageStaysAndCountsOnce) {
   EXPECT_EQ(tiers_.num_leased(Tier::kL2), 2);
   EXPECT_TRUE(tiers_.write_back(l1_, cached_[3], page(3, kRootHash)));
   EXPECT_FALSE(tiers_.write_back(l1_, cached_[4], page(4, kRootHash)));
-  EXPECT_FALSE(tiers_.drop(name(2)));
+  EXPECT_EQ(tiers_.drop(std::vector{name(1), name(2)}).num_pages, 0);
   for (int times = 0; times < 2; ++times) {
     tiers_.unlease(Tier::kL2, name(1));
     tiers_.unlease(Tier::kL2, name(2));
@@ -125,6 +125,39 @@ TEST_F(LowerTiersTest, ALeasedPageStaysAndCountsOnce) {
   EXPECT_EQ(tiers_.num_leased(Tier::kL2), 0);
   EXPECT_TRUE(tiers_.write_back(l1_, cached_[4], page(4, kRootHash)));
   EXPECT_FALSE(tiers_.is_in_l2(name(2)));
+}
+
+TEST_F(LowerTiersTest, ADroppedEndGoesAndWhatOthersGoOnFromStays) {
+  write_chain(2);
+  EXPECT_TRUE(tiers_.write_back(l1_, cached_[3], page(3, name(1))));
+  while (tiers_.num_in_flight() > 0) {
+    for (const Move& move : tiers_.drain_moves()) tiers_.ack(move.ticket, true);
+  }
+  const std::vector chain{name(1), name(2)};
+  EXPECT_EQ(tiers_.drop(chain).num_pages, 1) << "page 3 goes on from page 1";
+  EXPECT_FALSE(tiers_.is_in_l2(name(2)));
+  EXPECT_FALSE(tiers_.is_in_l3(name(2)));
+  EXPECT_TRUE(tiers_.is_in_l2(name(1)));
+  EXPECT_TRUE(tiers_.let_go_of_l2(name(3)));
+  EXPECT_EQ(tiers_.drop(chain).num_pages, 0) << "in L3 it still does";
+  EXPECT_EQ(tiers_.drop(std::vector{name(1), name(3)}).num_pages, 2);
+  EXPECT_EQ(tiers_.num_l3_pages(), 0);
+  EXPECT_EQ(tiers_.pool().num_free(), 3);
+}
+
+TEST_F(LowerTiersTest, WhatIsOnItsWayIsDroppedWithItsLastTicketUnlessItIsUsed) {
+  write_chain(2);  // the stores are under way
+  const std::vector chain{name(1), name(2)};
+  EXPECT_EQ(tiers_.drop(chain).num_unwanted, 2);
+  EXPECT_TRUE(tiers_.is_in_l2(name(2)));
+  for (const Move& move : tiers_.drain_moves()) tiers_.ack(move.ticket, true);
+  EXPECT_EQ(tiers_.pool().num_free(), 3);
+  EXPECT_EQ(tiers_.num_l3_pages(), 0);
+  write_chain(2);
+  EXPECT_EQ(tiers_.drop(chain).num_unwanted, 2);
+  tiers_.touch(name(2));
+  for (const Move& move : tiers_.drain_moves()) tiers_.ack(move.ticket, true);
+  EXPECT_TRUE(tiers_.is_in_l2(name(1)) && tiers_.is_in_l2(name(2)));
 }
 
 // ---- the order of eviction, against a model that scans everything ------------------------------

@@ -7,6 +7,7 @@ The scripted model's KV is its token ids, so a page that came back wrong changes
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import cast
@@ -24,8 +25,10 @@ from engine.loop.outbox import Outbox
 from engine.loop.replay import read_log, replay
 from engine.loop.tier_plane import TierPlane
 from engine.transport import pack_ids
-from kvtiers.host_pool import PoolShape
+from kvtiers.host_pool import HostPool, PoolShape, kept_slots
 from kvtiers.host_region import make_region_fd
+from kvtiers.keys import ObjectKeys
+from kvtiers.objects import HEADER_BYTES
 from kvtiers.store import StoreState
 from tests.fakes.live_engine import EOS, LiveEngine, make_request, run, serve
 from tests.fakes.memory_store import MemoryStore
@@ -62,8 +65,13 @@ def want(prompt: list[int], num: int) -> list[int]:
 
 async def settled(client: EngineClient) -> dict[str, float]:
     """Statistics once nothing moves; every page is in its one place."""
-    await client.drain_tiers()
-    stats = await client.stats()
+    limit_s = time.monotonic() + 60
+    while True:  # a page that L2 had no room for is tried again by itself
+        await client.drain_tiers()
+        stats = await client.stats()
+        if stats["transfers_in_flight"] == 0:
+            break
+        assert time.monotonic() < limit_s, "the tiers do not come to rest"
     held = sum(stats[f"{kind}_pages"] for kind in ("free", "owned", "cached", "in_flight"))
     assert held == stats["num_pages"]
     lower = stats["free_l2_pages"] + stats["cached_l2_pages"] + stats["in_flight_l2_pages"]
@@ -315,6 +323,107 @@ def test_what_is_forgotten_leaves_the_store_too(tmp_path: Path) -> None:
         assert len(store.objects) == 0
 
     serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, store=store), work)
+
+
+def test_a_prefix_that_is_rolled_back_leaves_every_tier_from_there_on(tmp_path: Path) -> None:
+    store = make_store()
+
+    async def work(client: EngineClient) -> None:
+        prompt, other = prompt_of(1, 33), [*prompt_of(1, 33)[:24], *prompt_of(2, 9)]
+        await ask(client, "a", prompt, 1)
+        await client.drop_prefix(pack_ids(prompt), 18)  # at once: pages are still going down
+        await settled(client)
+        assert len(store.objects) == 5
+        await ask(client, "b", prompt, 1)
+        await ask(client, "c", other, 1)
+        await settled(client)
+        assert len(store.objects) == 10
+        await client.drop_prefix(pack_ids(prompt), 2)
+        await settled(client)
+        assert len(store.objects) == 8, "the other goes on from the sixth page"
+        hit = await client.query_prefix(other)
+        assert hit.l1 + hit.l2 + hit.l3 >= 32
+
+    serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, store=store), work)
+
+
+def test_a_prefetch_after_a_restart_finds_what_only_the_store_knows(tmp_path: Path) -> None:
+    store = make_store()
+    prompt = prompt_of(1, 33)
+
+    async def before(client: EngineClient) -> None:
+        await ask(client, "a", prompt)
+        await settled(client)
+
+    async def after(client: EngineClient) -> None:
+        moved = await client.move_prefix(pack_ids(prompt), "l1")
+        assert moved.num_pending == 0
+        assert moved.cache == api.CacheHit(l1=32, to_compute=1)
+        nowhere = await client.move_prefix(pack_ids(prompt_of(7, 33)), "l1")
+        assert nowhere.cache == api.CacheHit(to_compute=33)
+        hit = await ask(client, "b", [*prompt, 5])
+        assert hit == api.CacheHit(l1=32, to_compute=2)
+        await settled(client)
+
+    tiers = TiersConfig(l3_wait_ms=5000)
+    for work in (before, after):
+        store.state = StoreState.UP
+        engine = LiveEngine(str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=store)
+        serve(engine, work)
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_what_l2_has_of_a_prefix_counts_where_its_head_is_only_in_the_store(
+    tmp_path: Path, has_store: bool
+) -> None:
+    fd = make_region_fd()
+    store = make_store() if has_store else None
+    prompt = prompt_of(1, 33)
+    layout = make_runner().layout
+    head: list[int] = []
+
+    async def before(client: EngineClient) -> None:
+        await ask(client, "a", prompt)
+        await settled(client)
+
+    async def after(client: EngineClient) -> None:
+        stats = await settled(client)
+        assert stats["cached_l2_pages"] == (6 if has_store else 0)
+        hit = await ask(client, "b", [*prompt, 5])
+        assert hit == (
+            api.CacheHit(l2=24, l3=8, to_compute=2) if has_store else api.CacheHit(to_compute=34)
+        )
+        await settled(client)
+
+    tiers = TiersConfig(l3_wait_ms=5000)
+    try:
+        for work in (before, after):
+            if store is not None:
+                store.state = StoreState.UP
+            keeper = Keeper(l2_fd=fd)
+            if work is after:  # the slots of the first two pages were damaged meanwhile
+                slots = kept_slots(fd, layout)
+                shape = PoolShape(
+                    num_slots=slots, page_bytes=layout.page_bytes, page_size=layout.page_size
+                )
+                keys = ObjectKeys(make_runner().model_fingerprint, layout)
+                pool = HostPool(shape, layout, keys, fd)
+                for slot, name in list(pool.survivors()):
+                    if name.start < 8:
+                        pool.slot(slot)[HEADER_BYTES] ^= 1
+                        head.append(slot)
+                assert len(head) == 2
+            engine = LiveEngine(
+                str(tmp_path),
+                make_runner(),
+                token_budget=64,
+                tiers=tiers,
+                store=store,
+                keeper=keeper,
+            )
+            serve(engine, work)
+    finally:
+        os.close(fd)
 
 
 def test_a_machine_that_stood_still_is_no_cost_that_breaks_the_engine() -> None:

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 
 import _scheduler as cpp
-from tests.fakes.scheduler_sim import Harness, TierMover, ToyModel, mix, random_tokens, seed_of
+from tests.fakes.scheduler_sim import (
+    Harness,
+    Job,
+    TierMover,
+    ToyModel,
+    mix,
+    random_tokens,
+    seed_of,
+)
 
 FINGERPRINT = "toy"
 
@@ -119,6 +127,7 @@ class Walk:
         self.leases: dict[int, tuple[str, list[bytes]]] = {}  # tier, names covered
         self.queued: dict[int, list[bytes]] = {}
         self.num_lower = 0
+        self.num_dropped = 0
 
     def remember(self, tokens: list[int], salt: str) -> None:
         self.history = [*self.history[-15:], (tokens, salt)]
@@ -173,6 +182,39 @@ class Walk:
             l3_until_ms=until[2],
         )
 
+    def drop(self, job: Job) -> None:
+        """Forget the end of a sequence, and see what a scan of all names expects gone."""
+        scheduler, salt = self.harness.scheduler, job.salt
+        tokens = job.prompt + job.outputs
+        keep = self.rng.randrange(len(tokens) + 1)
+        self.residency.fold(scheduler.drain_kv_events())
+        before = {tier: set(names) for tier, names in self.residency.held.items()}
+        is_quiet = self.harness.check()["transfers_in_flight"] == 0
+        scheduler.drop_prefix(np.array(tokens, np.int32), keep, salt)
+        self.residency.fold(scheduler.drain_kv_events())
+        held = self.residency.held
+        names = page_names(tokens, salt, self.page_size)
+        num_kept = -(-keep // self.page_size)
+        for tier in ("l1", "l2", "l3"):
+            assert before[tier] - held[tier] <= set(names[num_kept:]), "somebody else's page went"
+        if not is_quiet:
+            return
+        num_kept = max(num_kept, self.residency.depth(names)[0])
+        leased = {name for tier, some in self.leases.values() if tier != "l1" for name in some}
+        stop = len(names)
+        while stop > num_kept:
+            name, followers = names[stop - 1], self.followers_of(names[stop - 1], before)
+            if name in leased or followers - set(names[stop : stop + 1]):
+                break
+            stop -= 1
+        for tier in ("l2", "l3"):
+            assert not held[tier] & set(names[stop:]), "dropped, but there"
+            assert before[tier] - set(names[stop:]) == held[tier]
+        self.num_dropped += len((before["l2"] | before["l3"]) & set(names[stop:]))
+
+    def followers_of(self, name: bytes, held: dict[str, set[bytes]]) -> set[bytes]:
+        return {page for page in held["l2"] | held["l3"] if self.residency.parent_of[page] == name}
+
     def disturb(self) -> None:
         rng, harness = self.rng, self.harness
         harness.now_ms += rng.choice([0, 1, 5])
@@ -190,6 +232,10 @@ class Walk:
             result = harness.scheduler.move(ids, rng.choice(tiers), salt)
             full = len(tokens) // self.page_size * self.page_size
             assert result.tokens_there + result.tokens_pending + result.tokens_missing == full
+        elif dice < 0.50:
+            jobs = list(harness.jobs.values())[-15:]
+            if jobs:
+                self.drop(rng.choice(jobs))
         elif dice < 0.53:
             self.lease(tokens, salt)
         elif dice < 0.58:
@@ -263,7 +309,7 @@ class Walk:
 @pytest.mark.parametrize("chunk", range(6))
 def test_hit_depth_is_what_a_search_over_all_names_finds(chunk: int) -> None:
     moves = np.zeros(4, np.int64)
-    num_lower = 0
+    num_lower = num_dropped = 0
     for seed in range(chunk * 12, chunk * 12 + 12):
         walk = Walk(seed)
         for _ in range(200):
@@ -282,5 +328,9 @@ def test_hit_depth_is_what_a_search_over_all_names_finds(chunk: int) -> None:
         stats = walk.harness.check()
         assert stats["owned_pages"] == stats["transfers_in_flight"] == stats["leaving"] == 0
         moves += walk.mover.num_by_kind
+        for job in walk.harness.jobs.values():
+            walk.drop(job)
+        walk.check()
         num_lower += walk.num_lower
-    assert moves.min() > 20 and num_lower > 100
+        num_dropped += walk.num_dropped
+    assert moves.min() > 20 and num_lower > 100 and num_dropped > 100

@@ -240,8 +240,110 @@ def test_a_page_that_a_full_l2_refused_is_written_back_when_there_is_room() -> N
     assert harness.check()["cached_l2_pages"] == 5
     harness.scheduler.release(1)
     settle(harness, steps=20, ms=20)
-    harness.scheduler.drop_prefix(ids(second.prompt))
+    assert parts(harness.scheduler.move(ids(second.prompt), "l2")) == (20, 0, 0)
     assert hit(harness, second.prompt) == (0, 20, 0)
+
+
+# ---- drop ----------------------------------------------------------------------------------------
+
+
+def drop(harness: Harness, tokens: list[int], keep: int) -> None:
+    harness.scheduler.drop_prefix(ids(tokens), keep)
+    harness.check()
+
+
+@pytest.mark.parametrize("tier", ["l1", "l2", "l3"])
+def test_a_dropped_end_leaves_every_tier_and_what_is_kept_stays(tier: str) -> None:
+    harness = make()
+    job = finish(harness, 20)
+    harness.scheduler.move(ids(job.prompt), tier)
+    settle(harness)
+    drop(harness, job.prompt, 10)  # tokens 10 and 11 lie in the page that is kept
+    assert sum(hit(harness, job.prompt)) == 12
+    stats = harness.check()
+    assert stats["cached_pages"] == (3 if tier == "l1" else 0)
+    assert stats["cached_l2_pages"] == (0 if tier == "l3" else 3)
+    assert stats["cached_l3_pages"] == 3
+
+
+@pytest.mark.parametrize("tier", ["l1", "l2", "l3"])
+def test_what_another_session_goes_on_from_is_not_dropped(tier: str) -> None:
+    harness = make()
+    mine = finish(harness, 20)
+    other = harness.submit([*range(12), 90, 91, 92, 93, 94], 1)
+    harness.run()
+    settle(harness)
+    harness.scheduler.move(ids(other.prompt), tier)
+    settle(harness)
+    drop(harness, mine.prompt, 0)
+    assert sum(hit(harness, other.prompt)) >= 16
+    assert sum(hit(harness, mine.prompt)) == 12
+    drop(harness, other.prompt, 0)
+    assert sum(hit(harness, mine.prompt)) == 0
+    stats = harness.check()
+    assert stats["free_pages"] == 20 and stats["free_l2_pages"] == 50
+    assert stats["cached_l3_pages"] == 0
+
+
+def test_what_is_on_its_way_down_is_dropped_when_it_has_come() -> None:
+    harness = make()
+    assert harness.mover is not None
+    harness.mover.delay = 1.0
+    job = harness.submit(list(range(20)), 1)
+    harness.run()
+    result = harness.scheduler.move(ids(job.prompt), "none")
+    assert parts(result) == (0, 20, 0) and result.num_pages == 10
+    harness.mover.delay = 0.0
+    settle(harness)
+    assert parts(harness.scheduler.move(ids(job.prompt), "none")) == (0, 0, 20)
+    stats = harness.check()
+    assert stats["free_pages"] == 20 and stats["free_l2_pages"] == 50
+    assert stats["cached_l3_pages"] == 0 and not harness.mover.l3, "it was not stored on the way"
+
+
+def test_a_page_that_is_lost_on_its_way_takes_along_what_was_dropped_before_it() -> None:
+    harness = make()
+    assert harness.mover is not None
+    job = finish(harness, 16)
+    harness.mover.delay = 1.0
+    longer = harness.submit([*job.prompt, 50, 51, 52, 53], 1)
+    harness.run()
+    drop(harness, longer.prompt, 4)
+    harness.mover.delay, harness.mover.loss = 0.0, 1.0
+    settle(harness)
+    assert sum(hit(harness, longer.prompt)) == 4
+    assert harness.check()["cached_l2_pages"] == 1
+
+
+def test_who_says_the_dropped_words_again_in_time_keeps_them() -> None:
+    harness = make()
+    assert harness.mover is not None
+    harness.mover.delay = 1.0
+    job = harness.submit(list(range(20)), 1)
+    harness.run()
+    drop(harness, job.prompt, 0)
+    again = harness.submit([*job.prompt, 3, 4], 2)
+    harness.run()
+    harness.mover.delay = 0.0
+    settle(harness)
+    assert again.outputs == harness.model.generate(again)
+    stats = harness.check()
+    assert (stats["cached_l2_pages"], stats["cached_l3_pages"]) == (5, 5)
+
+
+def test_a_prefix_that_a_request_is_waiting_for_is_not_dropped() -> None:
+    harness = make()
+    assert harness.mover is not None
+    job = finish(harness, 20)
+    harness.scheduler.move(ids(job.prompt), "l3")
+    settle(harness)
+    harness.mover.delay = 1.0
+    again = harness.submit([*job.prompt, 7], 2)
+    harness.step()  # fetching
+    drop(harness, job.prompt, 0)
+    harness.mover.delay = 0.0
+    harness.run()
+    assert again.admissions == [(21, 20)]
 
 
 # ---- hold times ----------------------------------------------------------------------------------

@@ -86,6 +86,50 @@ def test_a_probe_asks_for_the_pages_behind_the_known_hit_by_their_names() -> Non
     assert plan.probe_hashes.tobytes() == named.ended.page_hashes[16 * 4 : 16 * 6]
 
 
+@pytest.mark.parametrize("tier", ["l1", "l2", "l3"])
+def test_a_prefetch_finds_what_an_earlier_process_stored(tier: str) -> None:
+    harness = make()
+    prompt = list(range(20))
+    stored_before(harness, prompt)
+    wanted = np.array([*prompt, 9, 9, 9, 9], np.int32)
+    first = harness.scheduler.move(wanted, tier)
+    assert (first.tokens_there, first.tokens_pending) == (0, 24), "the store is being asked"
+    for _ in range(20):
+        step(harness)
+    assert harness.check()["move_orders"] == 0
+    found = harness.scheduler.query_prefix(wanted)
+    assert (found.l1, found.l2, found.l3) == {
+        "l1": (20, 0, 0),
+        "l2": (0, 20, 0),
+        "l3": (0, 0, 20),
+    }[tier]
+    again = harness.scheduler.move(wanted, tier)
+    assert (again.tokens_there, again.tokens_missing) == (20, 4)
+
+
+def test_a_prefetch_asks_once_and_for_what_nobody_knows() -> None:
+    harness = make()
+    job = harness.submit(list(range(16)), 1)
+    harness.run()
+    for _ in range(8):
+        step(harness)
+    harness.scheduler.move(np.array(job.prompt, np.int32), "l2")
+    asked = harness.check()["probes"]
+    answers(harness, 1.0)
+    longer = np.array([*job.prompt, *range(70, 78)], np.int32)
+    for _ in range(5):
+        harness.scheduler.move(longer, "l1")
+        step(harness)
+    assert harness.check()["probes"] == asked + 1
+    assert harness.mover is not None
+    assert [len(names) for _, names in harness.mover.probes] == [2]
+    answers(harness, 0.0)
+    for _ in range(5):
+        step(harness, ms=60)
+    assert harness.check()["move_orders"] == 0
+    assert harness.scheduler.query_prefix(longer).l1 == 16
+
+
 def test_a_prompt_whose_pages_are_known_asks_nothing() -> None:
     harness = make()
     job = harness.submit(list(range(16)), 1)
