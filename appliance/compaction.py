@@ -94,11 +94,8 @@ class Compactor:
         """
         services = self._services
         prompt = self._summary_prompt(session, split)
-        room = min(
-            MAX_SUMMARY_TOKENS,
-            max(services.context_limit(session) // SUMMARY_SHARE, MIN_SUMMARY_TOKENS),
-            services.context_limit(session) - count(prompt),
-        )
+        limit = services.context_limit(session)
+        room = min(room_of_summary(limit), limit - count(prompt))
         if room < MIN_SUMMARY_TOKENS:
             raise ApiError(
                 "context_length_exceeded",
@@ -247,6 +244,11 @@ class Compactor:
         return Compacted(
             session=stored, record=records[0], before=session, split=now, prefilled=prefilled
         )
+
+
+def room_of_summary(limit: int) -> int:
+    """Tokens that a summary may take in a context of `limit`."""
+    return min(MAX_SUMMARY_TOKENS, max(limit // SUMMARY_SHARE, MIN_SUMMARY_TOKENS))
 
 
 def _compacted(record: Record, reusable: int, instance: str) -> Record:

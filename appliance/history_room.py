@@ -14,21 +14,24 @@ from dataclasses import replace
 from typing import Any
 
 from appliance.api.wire_sessions import CompactCreate
-from appliance.compaction import Compacted, Compactor
+from appliance.compaction import Compacted, Compactor, room_of_summary
 from appliance.errors import ApiError, as_api_error
 from appliance.reasoning_history import ReasoningHistory, drops_reasoning
 from appliance.services import Services
+from appliance.text_limits import ContextExceeded
 from sessions.calls import resolve_calls
 from sessions.compaction import Split, split_history, split_to_fit
 from sessions.errors import UnresolvedToolCalls
 from sessions.items import Item, parse_items
 from sessions.session import Session
 from sessions.token_codec import count
-from sessions.turn_log import PendingTurn, TurnLog
+from sessions.turn_log import PRELUDE, PendingTurn, TurnLog
 
 logger = logging.getLogger(__name__)
 
 SUMMARY = "summary"
+SHORT = "compact"  # the policy that has a summary written
+LEFT_OUT_LEN = 64  # tokens: what says that something was left out, roughly
 NO_SUMMARY = ("context_length_exceeded", "compaction_failed")  # codes of a summary not to be had
 
 
@@ -82,12 +85,19 @@ class HistoryRoom:
         return session
 
     def can_make(self, session: Session, log: TurnLog, error: ApiError) -> bool:
-        """Whether this refusal of a turn is one that more room can lift."""
+        """Whether this refusal of a turn is one that more room can lift.
+
+        What does not fit behind the head alone is refused before anything is given up for it.
+        """
         if error.code != "context_length_exceeded":
             return False
         if session.settings.context.on_overflow == "error":
             return False
-        return self._split(session, log) is not None
+        num_new = num_new_of(error)
+        limit = self._services.context_limit(session)
+        if num_new + _head_len(log) >= limit:
+            return False
+        return self._split(session, log, num_new) is not None
 
     def is_tight(self, session: Session, log: TurnLog, pending: PendingTurn) -> bool:
         """Whether a turn would leave the history longer than `compact_at`, and that can be helped.
@@ -105,18 +115,19 @@ class HistoryRoom:
         """Whether room is made at once; else a turn has to wait for it."""
         return session.settings.context.on_overflow == "truncate_oldest"
 
-    async def make(self, session: Session) -> Session:
-        """Shorten a history down to its `compact_to`. Raises: ApiError, SessionError.
+    async def make(self, session: Session, num_new: int) -> Session:
+        """Shorten a history down to its `compact_to`, or so that so many new tokens fit behind it.
 
-        Where no summary can be had, the oldest turns are left out: a session that asked for room
-        is not to refuse every turn from then on.
+        Where no summary can be had, or it leaves too little room, the oldest turns are left out:
+        a session that asked for room is not to refuse every turn from then on. Raises: ApiError,
+        SessionError.
         """
         if self.is_quick(session):
-            return await self._truncate(session)
+            return await self._truncate(session, num_new)
         running = self._running.get(session.id)
         if running is None:
             log = await self._services.store.read_log(session)
-            split = self._split(session, log)
+            split = self._split(session, log, num_new)
             if split is None:
                 return session
             running = self._start(session, log, split, None, warm=False)
@@ -125,8 +136,11 @@ class HistoryRoom:
         except ApiError as error:
             if error.code not in NO_SUMMARY:
                 raise
-            return await self._truncate(await self._services.store.get(session.id))
-        return await self._services.store.get(session.id)
+            return await self._truncate(await self._services.store.get(session.id), num_new)
+        session = await self._services.store.get(session.id)
+        if session.num_tokens + num_new < self._services.context_limit(session):
+            return session
+        return await self._truncate(session, num_new)
 
     async def close(self) -> None:
         """Stop the compactions that run; their sessions stay as they are."""
@@ -141,18 +155,25 @@ class HistoryRoom:
         limit = self._services.context_limit(session)
         return session.num_tokens > session.settings.context.compact_at * limit
 
-    def _split(self, session: Session, log: TurnLog) -> Split | None:
-        target = session.settings.context.compact_to * self._services.context_limit(session)
-        head = log.records[0].num_tokens if log.records else 0
-        return split_to_fit(log, session.open_calls, max_kept_tokens=int(target) - head)
+    def _split(self, session: Session, log: TurnLog, num_new: int = 0) -> Split | None:
+        limit = self._services.context_limit(session)
+        stand_in = room_of_summary(limit) if session.settings.context.on_overflow == SHORT else 0
+        wanted = int(session.settings.context.compact_to * limit)
+        most = min(wanted, limit - num_new - stand_in - LEFT_OUT_LEN) - _head_len(log)
+        return split_to_fit(log, session.open_calls, max_kept_tokens=max(0, most))
 
-    async def _truncate(self, session: Session) -> Session:
+    async def _truncate(self, session: Session, num_new: int) -> Session:
         log = await self._services.store.read_log(session)
-        split = self._split(session, log)
+        split = self._split(session, log, num_new)
         if split is None:
             return session
         items = (self._compactor.left_out(split),)
-        return (await self._compactor.replace(session, log, split, items, warm=False)).session
+        try:
+            return (await self._compactor.replace(session, log, split, items, warm=False)).session
+        except ApiError as error:
+            if error.code != "compaction_failed":
+                raise
+            return session  # what goes is no longer than what says so: there is no room to make
 
     def _on_session_event(self, kind: str, session: Session, fields: dict[str, Any]) -> None:
         """Compact beside the turns once one has left a history too long."""
@@ -217,6 +238,17 @@ class HistoryRoom:
         done = replace(done, num_summary_tokens=num_summary)
         hub.put(session.id, {"type": "session.compacted", **done.wire()})
         return done
+
+
+def num_new_of(error: ApiError) -> int:
+    """How many tokens, at least, a refusal for lack of room was about."""
+    return error.num_new if isinstance(error, ContextExceeded) else 0
+
+
+def _head_len(log: TurnLog) -> int:
+    """Tokens that stay at the front whatever goes."""
+    is_head = bool(log.records) and log.records[0].kind == PRELUDE
+    return log.records[0].num_tokens if is_head else 0
 
 
 def _items_of(body: CompactCreate) -> tuple[Item, ...] | None:

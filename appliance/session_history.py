@@ -13,10 +13,10 @@ from typing import Any
 
 from appliance import turn_view
 from appliance.api.wire_sessions import Rollback
-from appliance.errors import ApiError
 from appliance.races import racing
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_settings import check_imported, fitting
+from appliance.text_limits import ContextExceeded
 from engine.errors import EngineError
 from sessions.export import export_lines, import_lines
 from sessions.history import rollback
@@ -110,12 +110,12 @@ async def release_kv(
             logger.info("lower tiers not told: %s", error, extra={"session_id": session.id})
 
 
-def check_fits(session: Session, limit: int, path: str) -> None:
+def check_fits(session: Session, limit: int, path: str, *, num_new: int = 0) -> None:
     """Raise ApiError unless the history leaves room for at least one token of output."""
     if session.num_tokens >= limit:
-        raise ApiError(
-            "context_length_exceeded",
+        raise ContextExceeded(
             f"{path}: the history would hold {session.num_tokens} tokens; the context holds "
             f"{limit}, output included",
             path,
+            num_new,
         )

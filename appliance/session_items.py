@@ -12,7 +12,7 @@ import msgspec
 
 from appliance.api.wire_sessions import ItemsAppend
 from appliance.errors import ApiError
-from appliance.history_room import HistoryRoom
+from appliance.history_room import HistoryRoom, num_new_of
 from appliance.partial_output import PartialPrefill, output_with, piece_of
 from appliance.prefill import Prefiller
 from appliance.races import racing
@@ -109,7 +109,7 @@ class ItemService:
             except ApiError as error:
                 if not self._room.can_make(session, log, error):
                     raise
-                session = await self._room.make(session)
+                session = await self._room.make(session, num_new_of(error))
                 log = await services.store.read_log(session)
                 appended, record = await self._appended(session, log, body)
             return await services.store.append_record(appended, record), record
@@ -135,7 +135,8 @@ class ItemService:
         check_can_fit(chars, room, services.assets.tokenizer.max_token_bytes, "items")
         record = await off_loop(chars, lambda: self._items_record(session, log, body))
         appended = session.append_items(record, services.clock_ms())
-        check_fits(appended, services.context_limit(session), "items")
+        num_new = appended.num_tokens - session.num_tokens
+        check_fits(appended, services.context_limit(session), "items", num_new=num_new)
         return appended, record
 
     async def _prefill(self, session: Session, how: str) -> dict[str, Any] | None:

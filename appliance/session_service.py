@@ -17,6 +17,7 @@ from appliance.api.wire_sessions import (
     SessionUpdate,
 )
 from appliance.cache_report import HEAD_CHANGED, REPORT
+from appliance.errors import ApiError
 from appliance.prompts import Head
 from appliance.races import racing
 from appliance.reasoning_history import reasoning_wire
@@ -57,7 +58,7 @@ class SessionService:
         owner = tenant or DEFAULT_TENANT
         await services.check_quota(owner, new_sessions=1)
         if body.parent_session_id is not None:
-            await services.store.get(body.parent_session_id, tenant=tenant)
+            await self._check_parent(tenant, body.parent_session_id)
         chars = num_chars([body.instructions, body.initial_items])
         limit = services.max_context_len
         max_token_bytes = services.assets.tokenizer.max_token_bytes
@@ -172,6 +173,12 @@ class SessionService:
         return {"object": "list", "data": [turn_view.session_wire(child) for child in stored]}
 
     # Inside -------------------------------------------------------------------------------
+
+    async def _check_parent(self, tenant: str | None, session_id: str) -> None:
+        try:
+            await self._services.store.get(session_id, tenant=tenant)
+        except SessionNotFound as error:
+            raise ApiError(error.code, str(error), "parent_session_id") from None
 
     def _is_other_head(self, old: Head, new: Head) -> bool:
         if (old.instructions, old.toolset) != (new.instructions, new.toolset):

@@ -17,6 +17,14 @@ T = TypeVar("T")
 LONG_TEXT_CHARS = 1 << 15  # some 5 ms of tokenising, as measured on a 2-core CPU
 
 
+class ContextExceeded(ApiError):
+    """What was sent does not fit behind a history; it takes `num_new` tokens, or more."""
+
+    def __init__(self, message: str, param: str, num_new: int) -> None:
+        super().__init__("context_length_exceeded", message, param)
+        self.num_new = num_new
+
+
 def num_chars(value: Any) -> int:
     """Return how many characters the texts in a JSON value have; no text has fewer bytes."""
     total, todo = 0, [value]
@@ -37,11 +45,11 @@ def check_can_fit(chars: int, room: int, max_token_bytes: int, path: str) -> Non
     It costs nothing, where tokenising the text only to refuse it would cost seconds.
     """
     if chars > max(room, 0) * max_token_bytes:
-        raise ApiError(
-            "context_length_exceeded",
+        raise ContextExceeded(
             f"{path}: {chars} characters are more than {max(room, 0)} tokens can spell, which is "
             "what the context has room for",
             path,
+            chars // max_token_bytes,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from appliance import turn_view
 from appliance.errors import ApiError
-from appliance.history_room import HistoryRoom
+from appliance.history_room import HistoryRoom, num_new_of
 from appliance.races import MAX_RACES
 from appliance.services import Services
 from appliance.text_limits import off_loop
@@ -22,6 +22,7 @@ from appliance.turn_queue import TurnQueue, WaitingTurn
 from appliance.turn_runner import TurnRunner
 from sessions.errors import RevisionConflict, SessionError, TurnInProgress, VersionConflict
 from sessions.session import Session
+from sessions.token_codec import count
 from sessions.turn_log import PendingTurn, TurnLog
 
 Cancel = Callable[[str | None, str, str], Awaitable[dict[str, Any]]]
@@ -101,14 +102,16 @@ class TurnIntake:
         pending: PendingTurn | None = None
         try:
             pending = await self._prepare(session, log, ask, now_ms, turn_id)
+            num_new = count(pending.input_token_ids)
         except ApiError as error:
             if not self._room.can_make(session, log, error):
                 raise
+            num_new = num_new_of(error)
         if pending is not None and not self._room.is_tight(session, log, pending):
             return session, log, pending
         if not self._room.is_quick(session) and waiting is None:
             return session, log, None
-        session = await self._room.make(session)
+        session = await self._room.make(session, num_new)
         log = await self._services.store.read_log(session)
         return session, log, await self._prepare(session, log, ask, now_ms, turn_id)
 

@@ -14,7 +14,7 @@ from appliance.cache_report import expected_reuse, of_session
 from appliance.errors import ApiError
 from appliance.grammars import GrammarQuestion
 from appliance.services import Services
-from appliance.text_limits import check_can_fit, num_chars
+from appliance.text_limits import ContextExceeded, check_can_fit, num_chars
 from appliance.turn_events import TurnEvents
 from appliance.turn_params import TurnParams, turn_params
 from appliance.turn_run import TurnRun
@@ -99,11 +99,12 @@ def prepare_turn(
     if not prompt_len:
         raise ApiError("invalid_value", "input: there is nothing to answer", "input")
     if prompt_len >= limit:
-        raise ApiError(
-            "context_length_exceeded",
-            f"input: {count(rendered.token_ids)} new tokens behind {session.num_tokens} make "
-            f"{prompt_len}; the context holds {limit}, output included",
+        num_new = count(rendered.token_ids)
+        raise ContextExceeded(
+            f"input: {num_new} new tokens behind {session.num_tokens} make {prompt_len}; the "
+            f"context holds {limit}, output included",
             "input",
+            num_new,
         )
     params = turn_params(body, session.settings.tool_choice, limit - prompt_len)
     question = GrammarQuestion(

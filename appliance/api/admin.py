@@ -10,14 +10,16 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query
 
-from appliance.api.context import ApiContext, Context, admin_only
+from appliance.api.context import ApiContext, Context, admin_only, known_query_only
 from appliance.api.wire_sessions import QuotaBody
 from appliance.cache_views import MAX_SESSIONS, cost_rows, locate, tenant_rows, tree_view
 from appliance.doctor import examine
 from sessions.quota import effective_quota
 from sessions.store import TenantQuota
 
-router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admin_only)])
+router = APIRouter(
+    prefix="/admin", tags=["admin"], dependencies=[Depends(admin_only), Depends(known_query_only)]
+)
 
 
 @router.get("/cache/tree")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -32,6 +33,8 @@ from appliance.turn_watchdog import TurnWatchdog
 from appliance.turns import TurnService
 
 T = TypeVar("T")
+FILTERED_LIST = "/v1/sessions"
+METADATA_FILTER = re.compile(r"metadata\[(.+)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,17 @@ async def admin_only(request: Request) -> None:
     services = (await context_of(request)).services
     if await caller_of(request) is not None and services.config.server.api_keys:
         raise ApiError("invalid_api_key", "this endpoint is for the admin of the appliance")
+
+
+async def known_query_only(request: Request) -> None:
+    """Raise ApiError for a query parameter that its route does not know; none is ignored."""
+    route = request.scope["route"]
+    known = {field.alias for field in route.dependant.query_params}
+    for name in request.query_params:
+        is_filter = route.path == FILTERED_LIST and METADATA_FILTER.fullmatch(name)
+        if name not in known and not is_filter:
+            allowed = f"known here: {', '.join(sorted(known))}" if known else "none is known here"
+            raise ApiError("unknown_field", f"{name}: unknown query parameter; {allowed}", name)
 
 
 Context = Annotated[ApiContext, Depends(context_of)]

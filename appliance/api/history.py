@@ -11,12 +11,12 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
 
-from appliance.api.context import Caller, Context, admin_only
+from appliance.api.context import Caller, Context, admin_only, known_query_only
 from appliance.api.sse import event_stream
 from appliance.api.wire_sessions import CompactCreate, LeaseCreate, Rollback, SignalCreate
 from appliance.session_watch import watch_cache, watch_session
 
-router = APIRouter(prefix="/v1", tags=["sessions"])
+router = APIRouter(prefix="/v1", tags=["sessions"], dependencies=[Depends(known_query_only)])
 
 JSON_LINES = "application/x-ndjson"
 

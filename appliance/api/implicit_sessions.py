@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
-from appliance.api.context import Caller, Context
+from appliance.api.context import Caller, Context, known_query_only
 
-router = APIRouter(prefix="/v1/implicit_sessions", tags=["sessions"])
+router = APIRouter(
+    prefix="/v1/implicit_sessions", tags=["sessions"], dependencies=[Depends(known_query_only)]
+)
 
 
 @router.get("")

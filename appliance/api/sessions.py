@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
-from appliance.api.context import Caller, Context
+from appliance.api.context import METADATA_FILTER, Caller, Context, known_query_only
 from appliance.api.wire_sessions import ForkCreate, ItemsAppend, SessionCreate, SessionUpdate
+from appliance.errors import ApiError
+from sessions.ids import is_id
 from sessions.store import ListQuery
 
-router = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+router = APIRouter(
+    prefix="/v1/sessions", tags=["sessions"], dependencies=[Depends(known_query_only)]
+)
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -37,11 +41,10 @@ async def list_sessions(
     order: Literal["asc", "desc"] = "desc",
 ) -> Any:
     """List sessions, newest first; `metadata[key]=value` narrows the list."""
-    metadata = {
-        name[len("metadata[") : -1]: value
-        for name, value in request.query_params.items()
-        if name.startswith("metadata[") and name.endswith("]")
-    }
+    found = ((METADATA_FILTER.fullmatch(k), v) for k, v in request.query_params.items())
+    metadata = {match.group(1): value for match, value in found if match is not None}
+    if after is not None and not is_id(after, "sess"):
+        raise ApiError("invalid_value", f"after: {after!r} is no id of a session", "after")
     query = ListQuery(
         tenant=caller,
         after=after,

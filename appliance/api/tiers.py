@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 
-from appliance.api.context import Context, admin_only
+from appliance.api.context import Context, admin_only, known_query_only
 
-router = APIRouter(prefix="/admin", tags=["admin"], dependencies=[Depends(admin_only)])
+router = APIRouter(
+    prefix="/admin", tags=["admin"], dependencies=[Depends(admin_only), Depends(known_query_only)]
+)
 
 
 @router.get("/tiers")

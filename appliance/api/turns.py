@@ -11,10 +11,17 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import JSONResponse
 
-from appliance.api.context import ApiContext, Caller, ClientGone, Context, or_client_gone
+from appliance.api.context import (
+    ApiContext,
+    Caller,
+    ClientGone,
+    Context,
+    known_query_only,
+    or_client_gone,
+)
 from appliance.api.sse import cursor_of, event_stream
 from appliance.api.wire_sessions import TurnCreate
 from appliance.errors import STATUS_BY_CODE, ApiError, known_code
@@ -24,7 +31,11 @@ from appliance.turn_preparation import Ask
 from appliance.turn_run import TERMINAL_EVENT
 from appliance.turn_view import terminal_fields
 
-router = APIRouter(prefix="/v1/sessions/{session_id}/turns", tags=["turns"])
+router = APIRouter(
+    prefix="/v1/sessions/{session_id}/turns",
+    tags=["turns"],
+    dependencies=[Depends(known_query_only)],
+)
 
 MAX_KEY_LEN = 255
 

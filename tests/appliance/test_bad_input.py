@@ -87,7 +87,7 @@ CREATE_CASES: list[tuple[str, Json, int, str, str | None]] = [
     ("initial items", {"model": "default", "initial_items": [{"type": "video"}]}, 400,
      "unknown_item_type", "initial_items[0].type"),
     ("parent", {"model": "default", "parent_session_id": "sess_x"}, 404, "session_not_found",
-     None),
+     "parent_session_id"),
     ("metadata", {"model": "default", "metadata": {"n": 1}}, 400, "invalid_type", "metadata.n"),
     ("conflict policy", {"model": "default", "on_conflict": "wait"}, 400, "invalid_value",
      "on_conflict"),
@@ -273,3 +273,39 @@ def test_the_dialects_name_their_own_fields(app: RunningApp) -> None:
     assert "49151" in reply.json()["error"]["message"]
     items = app.post(f"/v1/sessions/{app.session()}/items", {"items": []})
     assert app.error(items) == (400, "invalid_value", "items")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "param"),
+    [
+        ("GET", "/v1/sessions?statuz=idle", "statuz"),
+        ("GET", "/v1/sessions?metadata=x", "metadata"),
+        ("GET", "/v1/sessions?metadata[]=x", "metadata[]"),
+        ("GET", "/v1/sessions/{id}?metadata[a]=1", "metadata[a]"),
+        ("DELETE", "/v1/sessions/{id}?release=1", "release"),
+        ("GET", "/v1/sessions/{id}/items?offset=1", "offset"),
+        ("POST", "/v1/sessions/{id}/turns?stream=true", "stream"),
+        ("GET", "/v1/sessions/{id}/turns/turn_x/events?after=1", "after"),
+        ("POST", "/v1/sessions/{id}/fork?n=3", "n"),
+        ("GET", "/v1/sessions/{id}/cache?tier=l1", "tier"),
+        ("GET", "/admin/cache/tree?nodes=3", "nodes"),
+    ],
+)
+def test_a_query_parameter_that_nobody_knows_is_refused_and_not_ignored(
+    app: RunningApp, method: str, path: str, param: str
+) -> None:
+    session_id = app.session()
+    reply = app.http.request(
+        method, path.format(id=session_id), json={} if method == "POST" else None
+    )
+    assert app.error(reply) == (400, "unknown_field", param), reply.text
+    assert app.get(f"/v1/sessions/{session_id}").status_code == 200
+
+
+def test_a_list_goes_on_after_any_session_and_after_nothing_else(app: RunningApp) -> None:
+    first, second = app.session(), app.session()
+    app.http.delete(f"/v1/sessions/{second}")  # went between two pages
+    page = app.get("/v1/sessions", params={"after": second, "limit": 1}).json()
+    assert page["data"][0]["id"] == first
+    reply = app.get("/v1/sessions", params={"after": "zzz"})
+    assert app.error(reply) == (400, "invalid_value", "after")

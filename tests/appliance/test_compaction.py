@@ -411,6 +411,34 @@ def test_what_no_compaction_can_make_room_for_is_refused(app: RunningApp) -> Non
         assert app.turn(session_id, "short")["status"] == "completed"
 
 
+@pytest.mark.parametrize("policy", ["compact", "truncate_oldest"])
+@pytest.mark.parametrize("route", ["turns", "items"])
+def test_an_input_that_never_fits_costs_the_history_nothing(
+    app: RunningApp, policy: str, route: str
+) -> None:
+    context = {"max_tokens": 400, "on_overflow": policy, "compact_at": 1.0}
+    session_id = app.session(instructions="Be brief.", context=context)
+    path = f"/v1/sessions/{session_id}"
+    app.engine.script = says("Hello there.")
+    for number in range(3):
+        app.turn(session_id, f"{LONG}{number}", max_output_tokens=16)
+    before, num_asked = tokens(app, session_id), len(app.engine.requests)
+    for text in (LONG * 8, LONG * 200):  # known from its tokens, and from its length alone
+        body = {"input": text} if route == "turns" else {"items": text}
+        refused = app.post(f"{path}/{route}", body)
+        assert app.error(refused)[:2] == (400, "context_length_exceeded"), refused.text
+    assert tokens(app, session_id) == before and len(app.engine.requests) == num_asked
+    # One that fits behind the head alone gets the room, though less is kept than compact_to says.
+    room = 400 - len(full_render(("system", "Be brief."))) - 60
+    text = "word " * room
+    while len(ids_of(text)) > room:
+        text = text[:-5]
+    body = {"input": text} if route == "turns" else {"items": text}
+    assert app.post(f"{path}/{route}", body).status_code == 200
+    after = default_assets().tokenizer.decode(tokens(app, session_id))
+    assert text.strip() in after and f"{LONG}1" not in after
+
+
 def test_events_tell_of_a_compaction(tmp_path: Path) -> None:
     with RunningApp(tmp_path, says("Hello there.")) as app:
         session_id = with_turns(app, 2)
