@@ -54,7 +54,7 @@ from appliance.tier_facts import TierWatch
 from appliance.turn_takeover import TurnTakeover
 from appliance.turn_watchdog import TurnWatchdog
 from appliance.turns import TurnService
-from engine.errors import EngineError
+from engine.errors import EngineError, EngineUnavailableError
 from sessions.errors import SessionError
 from sessions.ttl import Sweeper
 from tools_schema.errors import ToolSchemaError
@@ -62,6 +62,7 @@ from tools_schema.errors import ToolSchemaError
 logger = logging.getLogger(__name__)
 
 SWEEP_EVERY_S = 30.0
+WAIT_FOR_ENGINE_S = 60.0
 SWEEP_JOURNALS_EVERY_S = 5.0
 ROUTERS = tuple(
     module.router
@@ -171,6 +172,12 @@ async def _life(context: ApiContext) -> AsyncIterator[None]:
 
 
 async def _assert_leases(context: ApiContext) -> None:
+    """Once there is an engine to ask: the first one may take minutes to load, and its coming is no
+    restart. Those that come after it are asked as they come."""
+    client = context.services.client
+    while client.hello is None:
+        with contextlib.suppress(EngineUnavailableError):
+            await client.wait_ready(WAIT_FOR_ENGINE_S)
     try:
         await context.leases.assert_all()
     except SessionError as error:

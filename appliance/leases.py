@@ -151,7 +151,10 @@ class LeaseService:
         try:
             await racing(lambda: self._assert(session_id))
         except (SessionError, EngineError) as error:
-            logger.warning("leases not asserted: %s", error, extra={"session_id": session_id})
+            # Without an engine there is nothing to assert; the one that comes is asked for all.
+            is_out = isinstance(error, EngineError) and not self._services.client.is_ready
+            level = logging.INFO if is_out else logging.WARNING
+            logger.log(level, "leases not asserted: %s", error, extra={"session_id": session_id})
 
     async def _assert(self, session_id: str) -> None:
         """Bring the engine's side of a session's leases to what the store says, and back."""

@@ -172,6 +172,24 @@ def test_leases_are_asserted_again_after_either_process_restarted(tmp_path: Path
         assert lease["id"] in app.engine.leases
 
 
+def test_leases_are_asserted_when_the_first_engine_comes_however_late_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunningApp(tmp_path) as app:
+        session_id, _ = with_history(app)
+        app.post(f"/v1/sessions/{session_id}/leases", {"ttl": "10m"})
+        app.stop()
+        app.engine.stop()
+        app._with_engine = False
+        app.start()
+        assert not app.services.client._queries, "nobody is asked while nobody is there"
+        assert leases_of(app, session_id)[0]["state"] == "granted"
+        app.engine.start()  # its cache is empty
+        wait_for(lambda: leases_of(app, session_id)[0]["state"] == "queued")
+        assert leases_of(app, session_id)[0]["reason"] == "not_resident"
+    assert not [record for record in caplog.records if "not asserted" in record.message]
+
+
 def test_what_becomes_of_a_lease_is_told_and_remembered(app: RunningApp) -> None:
     session_id, _ = with_history(app)
     path = f"/v1/sessions/{session_id}"
