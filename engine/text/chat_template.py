@@ -30,6 +30,8 @@ from engine.text.template_env import TemplateRefusal, compile_template, variable
 from engine.text.tokenizer import Tokenizer
 from engine.text.turn_ends import TurnEnds
 
+MAX_CLOSINGS = 256  # kept of what a template says without a message
+
 
 class ChatTemplate:
     """A compiled template bound to its tokenizer.
@@ -53,6 +55,7 @@ class ChatTemplate:
         self._template = compile_template(source)
         self.variable_names = variables_of(source)
         self._variables = dict(variables or {})
+        self._closings: dict[tuple[str, bool, bool, str], tuple[int, ...]] = {}
         added = tokenizer.added_tokens
         self._guard_all = Neutraliser(added)
         # What an assistant wrote may hold markup tokens: they were its own tokens.
@@ -129,12 +132,30 @@ class ChatTemplate:
             return self.render(
                 new_messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
             )
-        options = (tools, add_generation_prompt, kwargs)
-        if before[-1] == "assistant":
+        role, options = before[-1], (tools, add_generation_prompt, kwargs)
+        if new_messages or tools:
+            return self._append(role, new_messages, assistant_closed, options)
+        # What asks for an answer, or closes one, is the same in every turn.
+        key = (role, assistant_closed, add_generation_prompt, repr(sorted(kwargs.items())))
+        ids = self._closings.get(key)
+        if ids is None:
+            ids = tuple(self._append(role, [], assistant_closed, options))
+            if len(self._closings) < MAX_CLOSINGS:
+                self._closings[key] = ids
+        return list(ids)
+
+    def _append(
+        self,
+        role: str,
+        new_messages: Sequence[Message],
+        assistant_closed: bool,
+        options: tuple[Any, ...],
+    ) -> list[int]:
+        if role == "assistant":
             sentinel, rest = self._after_assistant(new_messages, options)
             rest = self._without_end_token(rest) if assistant_closed else rest
         else:
-            sentinel, rest = self._after_message(before[-1], new_messages, options)
+            sentinel, rest = self._after_message(role, new_messages, options)
         return self._tokenizer.encode_with_control(rest, drop=sentinel)
 
     def _after_assistant(
