@@ -9,6 +9,7 @@ Source: OpenAI's legacy Completions API; token ids in answers as vLLM's server h
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -34,6 +35,14 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 MAX_COMPLETIONS = 128  # prompts times n
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt, and the field it came in."""
+
+    path: str
+    token_ids: bytes
+
+
 @router.post("/v1/completions", response_model=None)
 async def completions(
     body: CompletionRequest, request: Request, context: Context, caller: Caller
@@ -45,7 +54,7 @@ async def completions(
     services.check_model(body.model)
     request_id = new_request_id("cmpl")
     runs: list[Generation] = []
-    for prompt in prompts_ids(body.prompt, services):
+    for prompt in prompts_of(body.prompt, services):
         runs += _runs(services, body, prompt, request_id, caller or DEFAULT_TENANT, len(runs))
     answer = CompletionAnswer(body, runs, request_id)
     return await reply(request, context, answer, stream=body.stream)
@@ -54,7 +63,7 @@ async def completions(
 def _runs(
     services: Services,
     body: CompletionRequest,
-    prompt: bytes,
+    prompt: Prompt,
     request_id: str,
     tenant: str,
     num_before: int,
@@ -62,12 +71,14 @@ def _runs(
     """The `n` continuations of one prompt."""
     num_logprobs = -1 if body.logprobs is None else body.logprobs
     max_tokens = body.max_tokens or DEFAULT_MAX_TOKENS
-    sampling = sampling_of(body, services, prompt, max_tokens, num_logprobs, param="prompt")
+    sampling = sampling_of(
+        body, services, prompt.token_ids, max_tokens, num_logprobs, param=prompt.path
+    )
     runs = []
     for index in range(body.n or 1):
         engine_request = request_of(
             f"{request_id}-{num_before + index}",
-            prompt,
+            prompt.token_ids,
             sampling_of_choice(sampling, index),
             services,
             tenant,
@@ -105,20 +116,21 @@ def _check_choices(body: CompletionRequest) -> None:
         raise ApiError("invalid_value", message, "prompt")
 
 
-def prompts_ids(prompt: Any, services: Services) -> list[bytes]:
-    """Return each prompt as ids. Raises: ApiError for an empty one, or ids out of range."""
+def prompts_of(prompt: Any, services: Services) -> list[Prompt]:
+    """Return each prompt. Raises: ApiError for an empty one, or ids out of range."""
     if isinstance(prompt, str):
-        return [_text_ids(prompt, services, "prompt")]
+        return [_prompt(prompt, services, "prompt")]
     if not prompt:
         raise ApiError("invalid_value", "prompt: must not be empty", "prompt")
     if isinstance(prompt[0], int):
-        return [_checked_ids(prompt, services, "prompt")]
-    return [
-        _text_ids(one, services, f"prompt[{index}]")
-        if isinstance(one, str)
-        else _checked_ids(one, services, f"prompt[{index}]")
-        for index, one in enumerate(prompt)
-    ]
+        return [_prompt(prompt, services, "prompt")]
+    return [_prompt(one, services, f"prompt[{index}]") for index, one in enumerate(prompt)]
+
+
+def _prompt(one: str | Sequence[int], services: Services, path: str) -> Prompt:
+    if isinstance(one, str):
+        return Prompt(path, _text_ids(one, services, path))
+    return Prompt(path, _checked_ids(one, services, path))
 
 
 def _text_ids(text: str, services: Services, path: str) -> bytes:

@@ -44,7 +44,7 @@ def thinking_of(body: Body, services: Services) -> Thinking:
     """Raises: ApiError naming the field."""
     thinking = body.thinking or {}
     kind = thinking.get("type")
-    if body.thinking is not None and kind not in THINKING_EFFORTS:
+    if body.thinking is not None and kind not in tuple(THINKING_EFFORTS):
         where = "thinking.type"
         allowed = ", ".join(THINKING_EFFORTS)
         raise ApiError("invalid_value", f"{where}: must be one of {allowed}; got {kind!r}", where)

@@ -213,6 +213,8 @@ def test_an_effort_reaches_the_template(
         ("/v1/chat/completions", {"reasoning": {"effort": 3}}, "invalid_type",
          "reasoning.effort"),
         ("/v1/chat/completions", {"thinking": {"type": "on"}}, "invalid_value", "thinking.type"),
+        ("/v1/messages", {"thinking": {"type": [{}]}}, "invalid_value", "thinking.type"),
+        ("/v1/messages", {"thinking": {}}, "invalid_value", "thinking.type"),
         ("/v1/chat/completions", {"thinking_token_budget": -1}, "invalid_value",
          "thinking_token_budget"),
         ("/v1/chat/completions", {"chat_template_kwargs": {"mood": "good"}},

@@ -198,21 +198,34 @@ def test_unknown_fields_of_agents_are_tolerated(app: RunningApp) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_hanging_up_aborts_the_request_in_the_engine(app: RunningApp, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "num_requests"),
+    [
+        ("chat/completions", {"messages": USER}, 1),
+        ("completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 2000}, 4),
+        ("responses", {"input": "Hi"}, 1),
+        ("messages", {"messages": USER, "max_tokens": 2000}, 1),
+    ],
+)
+def test_hanging_up_aborts_the_requests_in_the_engine(
+    app: RunningApp, path: str, body: Json, num_requests: int, stream: bool
+) -> None:
     app.engine.script = says("word " * 2000)
     app.engine.tokens_per_s = 100
-    num_aborted = len(app.engine.aborted)
-    body = {"model": "default", "messages": USER, "stream": stream}
-    with httpx.Client(base_url=app.url, timeout=0.5) as http:
+    num_before, num_aborted = len(app.engine.requests), len(app.engine.aborted)
+    body = {"model": "default", "stream": stream, **body}
+    with httpx.Client(base_url=app.url, timeout=0.3) as http:
         try:
-            with http.stream("POST", "/v1/chat/completions", json=body) as reply:
-                next(reply.iter_lines())
+            with http.stream("POST", f"/v1/{path}", json=body) as reply:
+                next(line for line in reply.iter_lines() if "word" in line)
         except httpx.ReadTimeout:
             pass
     deadline = time.monotonic() + 10
-    while len(app.engine.aborted) == num_aborted:
+    while len(app.engine.aborted) < num_aborted + num_requests:
         assert time.monotonic() < deadline, "the engine goes on"
         time.sleep(0.02)
+    asked = {request.request_id for request in app.engine.requests[num_before:]}
+    assert set(app.engine.aborted[num_aborted:]) == asked
 
 
 def test_an_engine_error_in_a_stream_is_an_error_frame(app: RunningApp, client: Any) -> None:
@@ -300,6 +313,8 @@ def test_completion_logprobs_have_the_legacy_shape(client: Any) -> None:
         ({"suffix": "x"}, "unsupported_parameter", "suffix"),
         ({"best_of": 3}, "unsupported_parameter", "best_of"),
         ({"prompt": ["a"] * 129}, "invalid_value", "prompt"),
+        ({"prompt": "word " * 9000}, "context_length_exceeded", "prompt"),
+        ({"prompt": ["a", "word " * 9000]}, "context_length_exceeded", "prompt[1]"),
         ({"prompt": ["a", ""]}, "invalid_value", "prompt[1]"),
         ({"prompt": [[1], [2, 10**6]]}, "invalid_value", "prompt[1][1]"),
         ({"prompt": ""}, "invalid_value", "prompt"),

@@ -11,6 +11,8 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.fakes.appliance import Json, RunningApp, ids_of, says, sse_events
 from tests.fakes.thinking_assets import thinking_assets
@@ -88,7 +90,11 @@ def check_chat(app: RunningApp, ending: Json) -> None:
     whole = app.post("/v1/chat/completions", body).json()
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with app.http.stream("POST", "/v1/chat/completions", json=streamed) as reply:
-        seen = chat_of_chunks(list(sse_events(reply)))
+        chunks = list(sse_events(reply))
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate_json(json.dumps(chunk), strict=True)
+    ChatCompletion.model_validate_json(json.dumps(whole), strict=True)
+    seen = chat_of_chunks(chunks)
     choice = whole["choices"][0]
     message = choice["message"]
     shaped = {
@@ -187,6 +193,8 @@ def test_completions(app: RunningApp, fields: Json) -> None:
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     with app.http.stream("POST", "/v1/completions", json=streamed) as reply:
         chunks = list(sse_events(reply))
+    for answer in (whole, *chunks):
+        Completion.model_validate_json(json.dumps(_as_typed(answer)), strict=True)
     num_choices = 2 * fields.get("n", 1)
     assert len(whole["choices"]) == num_choices
     for index, choice in enumerate(whole["choices"]):
@@ -204,3 +212,9 @@ def test_completions(app: RunningApp, fields: Json) -> None:
         usage.pop("prompt_tokens_details")
         usage.pop("x_cache")
     assert chunks[-1]["usage"] == whole["usage"]
+
+
+def _as_typed(answer: Json) -> Json:
+    """A chunk has no end yet, as OpenAI's own chunks; its type there is that of the whole."""
+    choices = [{**c, "finish_reason": c["finish_reason"] or "stop"} for c in answer["choices"]]
+    return {**answer, "choices": choices}
