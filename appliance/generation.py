@@ -188,9 +188,14 @@ async def _from_first(
 
 
 async def _close(first: asyncio.Future[T], items: AsyncGenerator[T, None]) -> None:
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    await items.aclose()
+    """Close `items`. Where a task still waits for the first one, it is that task which does so:
+    who hangs up may cancel this one at every await.
+    """
+    if first.done():
+        await items.aclose()
+    else:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
 
 
 async def _pump(

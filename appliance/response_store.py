@@ -51,7 +51,7 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class ResponseStore:
-    """The oldest go first."""
+    """The oldest go first; one that still runs stays."""
 
     max_responses: int = MAX_RESPONSES
     max_bytes: int = MAX_BYTES
@@ -93,12 +93,12 @@ class ResponseStore:
 
     def _make_room(self) -> None:
         now_s = self.clock_s()
-        while self._stored:
-            oldest = next(iter(self._stored.values()))
+        for oldest in list(self._stored.values()):
             is_over = len(self._stored) > self.max_responses or self._num_bytes > self.max_bytes
             if not is_over and oldest.expires_at_s > now_s:
                 return
-            self._drop(oldest.id)
+            if not oldest.is_running:
+                self._drop(oldest.id)
 
     def _drop(self, response_id: str) -> None:
         dropped = self._stored.pop(response_id, None)

@@ -318,8 +318,8 @@ def test_the_store_is_bounded_by_number_size_age_and_tenant() -> None:
     now = [0.0]
     store = ResponseStore(max_responses=2, max_bytes=1000, ttl_s=10.0, clock_s=lambda: now[0])
 
-    def put(name: str, text: str = "", tenant: str = "t") -> None:
-        wire = {"id": name, "status": "completed", "text": text}
+    def put(name: str, text: str = "", tenant: str = "t", status: str = "completed") -> None:
+        wire = {"id": name, "status": status, "text": text}
         store.put(StoredResponse(tenant=tenant, wire=wire))
 
     def has(name: str, tenant: str = "t") -> bool:
@@ -338,3 +338,8 @@ def test_the_store_is_bounded_by_number_size_age_and_tenant() -> None:
     assert [has(name) for name in "cde"] == [False, False, True]
     now[0] = 10.0
     assert not has("e")
+    put("f", status="in_progress")
+    for name in ("g", "h", "i"):
+        put(name)
+    now[0] = 20.0
+    assert [has(name) for name in "fghi"] == [True, False, False, False]
