@@ -147,11 +147,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--workloads", nargs="+", default=list(_texts()), choices=list(_texts()))
     arguments = parser.parse_args()
     config = EngineConfig(speculation="ngram", kv_pool_tokens=32768, max_slots=8)
     set_thread_environment(config)
     runner, vocabulary, tokenizer = _load(config)
-    for workload, (text, temperature) in _texts().items():
+    for workload in arguments.workloads:
+        text, temperature = _texts()[workload]
         prompt = tokenizer.encode_with_control(text)
         for streams in arguments.streams:
             found: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}

@@ -50,6 +50,9 @@ class Speculation:
             self._counters.note_drafts(num_drafts, num_accepted)
             if request.drafter is not None:
                 request.drafter.note(num_drafts, num_accepted)
+        elif request.drafter is not None and len(request.drafts) and taken.token_ids:
+            # Found while the step that gave this token was under way.
+            request.drafter.note_guess(taken.token_ids[0] == request.drafts[0])
         if request.outcome is not None or self._kind == "none":
             return
         num_before = len(request.drafts)

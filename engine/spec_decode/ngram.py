@@ -50,10 +50,12 @@ class NgramDrafter:
             self._num_drafts = min(2 * max(self._num_drafts, num_drafts), self._max_drafts)
         else:
             self._num_drafts = min(num_accepted + 1, self._max_drafts)
-        if num_accepted:
-            self._min_match = MIN_MATCH
-        else:
-            self._min_match = min(self._min_match + 2, MAX_MATCH)
+        self.note_guess(num_accepted > 0)
+
+    def note_guess(self, is_right: bool) -> None:
+        """Learn from a first draft alone, whether or not it was run: a match too short costs a
+        request its running ahead."""
+        self._min_match = MIN_MATCH if is_right else min(self._min_match + 2, MAX_MATCH)
 
     def propose(self) -> IdRow:
         """The tokens expected next, none where nothing like the newest ones was said before."""

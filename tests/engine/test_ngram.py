@@ -75,6 +75,16 @@ def test_wrong_drafts_make_a_short_match_too_little_until_one_is_right() -> None
     assert len(_drafter([1, 2, 3, 4, 5, 9, 1, 2, 3]).propose())
 
 
+def test_a_first_draft_that_was_not_run_counts_for_the_match_alone() -> None:
+    ids = [*range(40), *range(10)]
+    drafter = _drafter(ids)
+    for _ in range(4):
+        drafter.note_guess(False)
+    assert not len(drafter.propose()), "ten tokens match, eleven are asked for"
+    drafter.note_guess(True)
+    assert len(drafter.propose()) == 4
+
+
 def test_nothing_said_before_gives_no_drafts() -> None:
     assert not len(_drafter([]).propose())
     assert not len(_drafter([4]).propose())
