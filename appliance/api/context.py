@@ -96,6 +96,8 @@ async def admin_only(request: Request) -> None:
 
 async def known_query_only(request: Request) -> None:
     """Raise ApiError for a query parameter that its route does not know; none is ignored."""
+    if not request.query_params:
+        return
     route = request.scope["route"]
     known = {field.alias for field in route.dependant.query_params}
     for name in request.query_params:
