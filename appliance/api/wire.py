@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from appliance.api.wire_values import (
     INT32_MAX,
@@ -32,9 +32,16 @@ Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 
 
 class DialectBody(BaseModel):
-    """A body of an OpenAI dialect: unknown fields are kept aside and logged once."""
+    """A body of a dialect. Unknown fields are kept aside; null is as good as absent."""
 
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class StreamOptions(DialectBody):

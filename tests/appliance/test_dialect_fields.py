@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from appliance.api.known_fields import (
     REFUSED_CHAT,
@@ -17,6 +18,8 @@ from appliance.api.known_fields import (
     REFUSED_MESSAGES,
     REFUSED_RESPONSES,
 )
+from appliance.api.wire import ChatRequest, CompletionRequest
+from appliance.api.wire_agents import MessagesRequest, ResponsesRequest
 from sessions.token_codec import decode_ids
 from tests.fakes.appliance import Json, RunningApp, default_assets, ids_of, says
 from tests.fakes.thinking_assets import thinking_assets
@@ -33,6 +36,12 @@ REFUSED = {
     "/v1/completions": REFUSED_COMPLETIONS,
     "/v1/responses": REFUSED_RESPONSES,
     "/v1/messages": REFUSED_MESSAGES,
+}
+MODELS: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
 }
 TOOL: Json = {"name": "ls", "parameters": {"type": "object"}}
 TOOLS = {
@@ -76,6 +85,19 @@ def test_what_would_change_the_answer_is_refused_by_name_and_what_asks_for_nothi
     assert app.post(path, {**BODIES[path], **nothing}).status_code == 200
     one = app.post(path, {**BODIES[path], "skip_special_tokens": 1})
     assert app.error(one)[2] == "skip_special_tokens"
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_null_is_as_good_as_absent(app: RunningApp, path: str) -> None:
+    """Some clients write every field that they know."""
+    nulls = dict.fromkeys(set(MODELS[path].model_fields) - set(BODIES[path]))
+    assert {"stream", "temperature", "seed", "ignore_eos"} <= set(nulls)
+    reply = app.post(path, {**nulls, **BODIES[path]})
+    assert reply.status_code == 200, reply.text
+    required = next(name for name in ("messages", "prompt", "model") if name in BODIES[path])
+    none = app.post(path, {**BODIES[path], required: None})
+    assert app.error(none) == (400, "missing_field", required)
+    assert app.error(app.post(path, [])) == (400, "invalid_type", None)
 
 
 @pytest.mark.parametrize("path", BODIES)

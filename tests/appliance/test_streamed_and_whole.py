@@ -119,7 +119,7 @@ def check_chat(app: RunningApp, ending: Json) -> None:
 
 def test_messages(app: RunningApp) -> None:
     with anthropic.Anthropic(base_url=app.url, api_key="x", max_retries=0) as client:
-        for ending in ENDINGS:
+        for ending in (*ENDINGS[:NUM_TOKENS:3], *ENDINGS[NUM_TOKENS - 1 :]):
             check_messages(client, ending)
 
 
