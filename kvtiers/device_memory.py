@@ -3,17 +3,20 @@
 
 Does not know: slots, tickets, what a page means. A page of the pool is one contiguous blob, so a
 batch is one copy a page: memcpy on the host, one asynchronous copy on a stream of its own on a
-device. Both calls return when the bytes are there.
+device; or there one kernel a batch. Both calls return when the bytes are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from kernels.ops.page_copy import move_pages
 
 Bodies = Sequence[NDArray[np.uint8]]  # each [page_bytes], contiguous
 
@@ -32,11 +35,20 @@ class DeviceMemory(Protocol):
         ...
 
 
-def device_memory(kv_pool: torch.Tensor, page_bytes: int) -> DeviceMemory:
-    """What moves pages of this pool, [num_pages, ...] contiguous, on the device it lies on."""
+def device_memory(
+    kv_pool: torch.Tensor, page_bytes: int, *, slots: NDArray[np.uint8] | None = None
+) -> DeviceMemory:
+    """What moves pages of this pool, [num_pages, ...] contiguous, on the device it lies on.
+
+    Args:
+        slots: the bodies of a pinned L2: on a GPU a kernel moves them, instead of copies.
+    """
     pages = kv_pool.view(kv_pool.shape[0], -1).view(torch.uint8)
     assert pages.shape[1] == page_bytes
-    return HostMemory(pages) if kv_pool.device.type == "cpu" else CudaMemory(pages)
+    if kv_pool.device.type == "cpu":
+        return HostMemory(pages)
+    lane = CudaLane(kv_pool.device)
+    return CopiedMemory(pages, lane) if slots is None else GatheredMemory(pages, slots, lane)
 
 
 class HostMemory:
@@ -58,7 +70,34 @@ class HostMemory:
             np.copyto(self._pages[page], body)
 
 
-class CudaMemory:
+class Lane(Protocol):
+    """Where copies of a device run beside its compute stream, in order. One thread."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """Within it, copies and kernels are queued here."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all that was queued is done."""
+        ...
+
+
+class CudaLane:
+    """A stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def entered(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def finish(self) -> None:
+        self._done.record(self._stream)
+        self._done.synchronize()
+
+
+class CopiedMemory:
     """L1 on a GPU. Copies run beside the compute stream, at full speed where L2 is pinned.
 
     Pages are 1 to 4 MB, so one copy a page reaches the link's rate without a kernel.
@@ -66,23 +105,55 @@ class CudaMemory:
 
     kind = "cuda"
 
-    def __init__(self, pages: torch.Tensor) -> None:
+    def __init__(self, pages: torch.Tensor, lane: Lane) -> None:
         self._pages = pages
-        self._stream = torch.cuda.Stream(pages.device)  # type: ignore[no-untyped-call]
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._lane = lane
 
     def read(self, pages: Sequence[int], into: Bodies) -> None:
         """Asynchronous copies, then one wait."""
-        with torch.cuda.stream(self._stream):
+        with self._lane.entered():
             for page, body in zip(pages, into, strict=True):
                 torch.from_numpy(body).copy_(self._pages[page], non_blocking=True)
-            self._done.record(self._stream)
-        self._done.synchronize()
+        self._lane.finish()
 
     def write(self, pages: Sequence[int], bodies: Bodies) -> None:
         """Asynchronous copies, then one wait."""
-        with torch.cuda.stream(self._stream):
+        with self._lane.entered():
             for page, body in zip(pages, bodies, strict=True):
                 self._pages[page].copy_(torch.from_numpy(body), non_blocking=True)
-            self._done.record(self._stream)
-        self._done.synchronize()
+        self._lane.finish()
+
+
+class GatheredMemory:
+    """L1 on a GPU, moved by one kernel a batch, which reads and writes L2 at its own address.
+
+    For pages so small that a copy each is mostly overhead. Not the default: see docs/kv-tiers.md.
+
+    Args:
+        slots: uint8 [num_slots, page_bytes], the bodies of L2, pinned; all bodies lie in it.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, pages: torch.Tensor, slots: NDArray[np.uint8], lane: Lane) -> None:
+        self._pages = pages
+        self._slots = torch.from_numpy(slots)
+        self._start, self._width = slots.ctypes.data, slots.strides[0]
+        self._lane = lane
+
+    def read(self, pages: Sequence[int], into: Bodies) -> None:
+        """One launch, then one wait."""
+        self._move(pages, into, is_out=True)
+
+    def write(self, pages: Sequence[int], bodies: Bodies) -> None:
+        """One launch, then one wait."""
+        self._move(pages, bodies, is_out=False)
+
+    def _move(self, pages: Sequence[int], bodies: Bodies, *, is_out: bool) -> None:
+        if not pages:
+            return
+        rows = [(body.ctypes.data - self._start) // self._width for body in bodies]
+        with self._lane.entered():
+            where = torch.tensor([list(pages), rows], dtype=torch.int32).to(self._pages.device)
+            move_pages(self._pages, where[0], self._slots, slots=where[1], is_out=is_out)
+        self._lane.finish()

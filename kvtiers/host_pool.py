@@ -136,6 +136,11 @@ class HostPool:
         body: NDArray[np.uint8] = self._bodies[page]
         return body
 
+    @property
+    def bodies(self) -> NDArray[np.uint8]:
+        """The pages' bytes of all slots, [num_slots, page_bytes], not contiguous; view."""
+        return self._bodies
+
     def key(self, page_hash: bytes) -> str:
         """The object key of a page, here and in L3."""
         return self._keys.key(page_hash)

@@ -138,8 +138,9 @@ def bench_pages() -> Iterator[dict[str, Any]]:
     pool = torch.zeros(4 * num, size, dtype=torch.uint8, device="cuda")
     pages = torch.randperm(4 * num, device="cuda")[:num].int()
     blob = torch.zeros(num, size, dtype=torch.uint8).pin_memory()
+    rows = torch.arange(num, device="cuda").int()
     for is_out in (True, False):
-        call = functools.partial(page_copy.move_pages, pool, pages, blob, is_out)
+        call = functools.partial(page_copy.move_pages, pool, pages, blob, rows, is_out)
         us = time_calls_us([call] * 4, repeats=5)
         yield {"op": "move_pages", "is_out": is_out, "gb_s": round(num * size / us / 1e3, 1)}
 

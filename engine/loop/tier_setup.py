@@ -22,6 +22,7 @@ from kvtiers.device_memory import device_memory
 from kvtiers.host_pool import HostPool, PoolShape, kept_slots, shape_within
 from kvtiers.keys import ObjectKeys
 from kvtiers.layout import KvLayout
+from kvtiers.numa import put_near_gpu
 from kvtiers.objects import object_bytes
 from kvtiers.store import Store
 from kvtiers.stores import StoreSpec, open_store
@@ -98,6 +99,7 @@ def build_lower_tiers(
     keys = ObjectKeys(runner.model_fingerprint, layout)
     pool = HostPool(shape, layout, keys, l2_fd)
     if device.kind == "cuda":
+        put_near_gpu(pool.region.address, pool.region.num_bytes, _pci_id(runner.kv_pool.device))
         pool.region.pin()
     if store is None:
         store = _open_store(config, layout)
@@ -115,6 +117,16 @@ def build_lower_tiers(
         l3_reason="" if store is not None else f"engine.tiers.l3 is {config.tiers.l3}",
     )
     return LowerTiers(transfers=transfers, facts=facts)
+
+
+def _pci_id(device: torch.device) -> str:
+    """As the machine names a GPU: domain:bus:device.function; "" where torch does not say."""
+    found = torch.cuda.get_device_properties(device)
+    numbers = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in numbers:
+        return ""
+    domain, bus, slot = numbers
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def _pool_shape(

@@ -38,15 +38,23 @@ def copy_pages(kv_pool: torch.Tensor, copies: torch.Tensor) -> None:
 
 
 def move_pages(
-    pool: torch.Tensor, pages: torch.Tensor, blob: torch.Tensor, *, is_out: bool
+    pool: torch.Tensor,
+    pages: torch.Tensor,
+    blob: torch.Tensor,
+    *,
+    is_out: bool,
+    slots: torch.Tensor | None = None,
 ) -> None:
     """Copy pages of the pool to a blob (`is_out`), or a blob to pages; on the current stream.
 
     Args:
         pool: uint8 [num_pages, page_bytes], page_bytes a multiple of 8; pages contiguous.
         pages: int32 [n], on the pool's device; distinct.
-        blob: uint8 [n, page_bytes], contiguous: page after page. On the pool's device, or pinned
-            host memory, whose bytes are there once the stream has come so far.
+        blob: uint8 [n, page_bytes]: page after page; the bytes of a row are contiguous, from one
+            row to the next are a multiple of 8. On the pool's device, or pinned host memory, whose
+            bytes are there once the stream has come so far.
+        slots: int32 [n], on the pool's device; distinct. Page i goes with row slots[i] of a blob
+            [num_slots, page_bytes]. None: row i.
 
     Raises:
         KernelInputError: if shapes, dtypes or the blob's memory are others.
@@ -55,7 +63,15 @@ def move_pages(
         expect_shape(name, tensor, (None, None))
         expect_dtype(name, tensor, torch.uint8)
     expect_dtype("pages", pages, torch.int32)
-    expect_shape("blob", blob, (pages.shape[0], pool.shape[1]))
+    if slots is None:
+        expect_shape("blob", blob, (pages.shape[0], pool.shape[1]))
+        slots = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
+    expect_shape("blob", blob, (None, pool.shape[1]))
+    expect_shape("slots", slots, (pages.shape[0],))
+    expect_dtype("slots", slots, torch.int32)
+    if blob.stride(1) != 1 or blob.stride(0) % 8 or blob.data_ptr() % 8:
+        allowed = "rows of contiguous bytes, each at a multiple of 8"
+        raise KernelInputError("blob", tuple(blob.stride()), allowed)
     if pool.shape[1] % 8:
         raise KernelInputError("pool.shape[1]", pool.shape[1], "a multiple of 8")
     if blob.device != pool.device and not blob.is_pinned():
@@ -63,4 +79,4 @@ def move_pages(
     if pages.shape[0] == 0:
         return
     kernel = select_kernel(CallSignature("move_pages", pool.device.type, ()))
-    kernel.fn(pool, pages, blob, is_out)
+    kernel.fn(pool, pages, blob, slots, is_out)

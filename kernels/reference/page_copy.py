@@ -30,9 +30,12 @@ def copy_byte_pages(kv_pool: torch.Tensor, copies: torch.Tensor) -> None:
 
 
 @register_kernel("move_pages", "reference", priority=Priority.REFERENCE)
-def move_pages(pool: torch.Tensor, pages: torch.Tensor, blob: torch.Tensor, is_out: bool) -> None:
-    """One gather or scatter."""
+def move_pages(
+    pool: torch.Tensor, pages: torch.Tensor, blob: torch.Tensor, slots: torch.Tensor, is_out: bool
+) -> None:
+    """One gather and scatter."""
+    rows = slots.long().to(blob.device)
     if is_out:
-        blob.copy_(pool[pages.long()])
+        blob[rows] = pool[pages.long()].to(blob.device)
     else:
-        pool[pages.long()] = blob.to(pool.device)
+        pool[pages.long()] = blob[rows].to(pool.device)

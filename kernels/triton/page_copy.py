@@ -22,13 +22,18 @@ def move_pages_kernel(
     pool,
     blob,
     pages,
+    slots,
     page_words,
     pool_stride,
+    blob_stride,
     num_blocks,
     OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every program takes blocks in turn: pool[pages[i]] -> blob[i] (OUT), or back. Words i64."""
+    """Every program takes blocks in turn: pool[pages[i]] -> blob[slots[i]] (OUT), or back.
+
+    Words and strides in i64.
+    """
     per_page = tl.cdiv(page_words, BLOCK)
     for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
         i = block // per_page
@@ -36,7 +41,7 @@ def move_pages_kernel(
         real = word < page_words
         page = tl.load(pages + i).to(tl.int64)
         here = pool + page * pool_stride + word
-        there = blob + i * page_words + word
+        there = blob + tl.load(slots + i).to(tl.int64) * blob_stride + word
         if OUT:
             tl.store(there, tl.load(here, mask=real), mask=real)
         else:
@@ -44,7 +49,9 @@ def move_pages_kernel(
 
 
 @register_kernel("move_pages", "triton", priority=Priority.PERFORMANT, device="cuda")
-def move_pages(pool: torch.Tensor, pages: torch.Tensor, blob: torch.Tensor, is_out: bool) -> None:
+def move_pages(
+    pool: torch.Tensor, pages: torch.Tensor, blob: torch.Tensor, slots: torch.Tensor, is_out: bool
+) -> None:
     """One launch on the current stream."""
     words = pool.shape[1] // 8
     num_blocks = pages.shape[0] * triton.cdiv(words, BLOCK)
@@ -52,8 +59,10 @@ def move_pages(pool: torch.Tensor, pages: torch.Tensor, blob: torch.Tensor, is_o
         pool.view(torch.int64),
         blob.view(torch.int64),
         pages,
+        slots,
         words,
         pool.stride(0) // 8,
+        blob.stride(0) // 8,
         num_blocks,
         OUT=is_out,
         BLOCK=BLOCK,
