@@ -51,11 +51,14 @@ class NgramDrafter:
         else:
             self._num_drafts = min(num_accepted + 1, self._max_drafts)
         self.note_guess(num_accepted > 0)
+        if num_accepted:
+            self._min_match = MIN_MATCH
 
     def note_guess(self, is_right: bool) -> None:
         """Learn from a first draft alone, whether or not it was run: a match too short costs a
         request its running ahead."""
-        self._min_match = MIN_MATCH if is_right else min(self._min_match + 2, MAX_MATCH)
+        step = -2 if is_right else 2
+        self._min_match = min(max(self._min_match + step, MIN_MATCH), MAX_MATCH)
 
     def propose(self) -> IdRow:
         """The tokens expected next, none where nothing like the newest ones was said before."""
