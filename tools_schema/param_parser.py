@@ -18,7 +18,6 @@ from tools_schema.open_call import NotACallError, OpenCall
 from tools_schema.param_types import ParamTypes
 from tools_schema.validation import parse_json
 
-_KEY_MAX = 1024
 _STRING = frozenset({"string"})
 
 
@@ -63,7 +62,7 @@ def _read_key(source: ByteSource, style: ParamStyle) -> Wait[str]:
     if (yield from source.until(markers, taken.append, flushes=False)) is None:
         raise EndOfStreamError
     key = b"".join(taken)
-    if not key or len(key) > _KEY_MAX:
+    if not key:
         raise NotACallError("the parameter has no name")
     for line in closing.split("\n")[1:]:
         yield from expect(source, line)

@@ -27,6 +27,7 @@ from tools_schema.formats.registry import get_format
 from tools_schema.rendering import CallText, render_calls
 from tools_schema.stream_parser import StreamParser, WholePart
 from tools_schema.tool_choice import parse_tool_choice
+from tools_schema.tool_spec import ToolSet
 
 HERMES, SMOL, LLAMA = get_format("hermes"), get_format("smollm2"), get_format("llama")
 
@@ -234,6 +235,31 @@ def test_utf8_split_anywhere_is_whole_and_invalid_bytes_are_replaced() -> None:
     events = parse(HERMES, [broken])
     assert text_of(events) == broken[:4].decode("utf-8", "replace")
     assert len(calls_of(events)) == 1
+
+
+def test_a_character_cut_at_a_switch_of_channels_is_none_of_the_next_one_s() -> None:
+    cut, rest = "\u00e9".encode()[:1], "\u00e9".encode()[1:]
+    data = b"<think>a" + cut + b"</think>\n\n" + rest + b"b" + cut
+    data += b'<tool_call>\n{"name": "list_dir", "arguments": {"path": "' + rest + b"c" + cut
+    data += b'"}}\n</tool_call>' + rest
+    whole = parse(HERMES, [data])
+    assert reasoning_of(whole) == "a\ufffd"
+    assert text_of(whole) == "\ufffdb\ufffd\ufffd"
+    assert calls_of(whole) == [("list_dir", '{"path": "\ufffdc\ufffd"}')]
+    assert parse(HERMES, [data[i : i + 1] for i in range(len(data))]) == whole
+
+
+def test_a_key_that_comes_twice_goes_out_as_it_was_written() -> None:
+    odd = '{"path": "a", "path": "b"}'
+    assert calls_of(parse(HERMES, _hermes(CallText(name="list_dir", arguments=odd)))) == [
+        ("list_dir", odd)
+    ]
+
+
+def test_a_json_answer_behind_reasoning_is_all_of_the_text() -> None:
+    choice = parse_tool_choice(None, ToolSet())
+    events = parse(HERMES, '<think>\n{"a"\n</think>\n\n{"ok": 1}', toolset=ToolSet(), choice=choice)
+    assert (reasoning_of(events), text_of(events)) == ('{"a"', '{"ok": 1}')
 
 
 # -- reasoning -----------------------------------------------------------------------------

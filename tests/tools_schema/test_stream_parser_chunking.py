@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.text.assets import load_text_assets
 from tests.fakes.tool_samples import (
     FLAGS,
     LIST,
@@ -102,7 +103,7 @@ def _cannot_write(fmt: ToolFormat, text: str) -> bool:
 
 @pytest.mark.parametrize("name", list(_BY_NAME))
 def test_a_turn_cut_at_any_byte_has_no_call_that_the_whole_has_not(name: str) -> None:
-    fmt = _BY_NAME[name]
+    fmt, rng = _BY_NAME[name], random.Random(name)
     for number, turn in enumerate(_recorded(fmt)):
         data = turn.encode()
         whole = parse(fmt, [data])
@@ -118,12 +119,23 @@ def test_a_turn_cut_at_any_byte_has_no_call_that_the_whole_has_not(name: str) ->
                 for event in events:
                     if isinstance(event, ToolCallArgs):
                         assert full[event.index].startswith(event.delta.rstrip("\ufffd"))
-            if cut % 4:
+            if number and cut % 4:
                 continue
-            one_by_one = [data[i : i + 1] for i in range(cut)]
-            assert parse(fmt, one_by_one, reason="length") == parse(
-                fmt, [data[:cut]], reason="length"
-            )
+            sizes = [1] * cut if cut % 32 == 0 else [rng.randrange(9) for _ in range(cut // 4)]
+            cut_up = parse(fmt, _chunks(data[:cut], sizes), reason="length")
+            assert cut_up == parse(fmt, [data[:cut]], reason="length")
+
+
+@pytest.mark.parametrize("name", list(_BY_NAME))
+def test_recorded_turns_parse_the_same_in_tokens_and_in_bursts_of_them(name: str) -> None:
+    fmt, tokenizer = _BY_NAME[name], load_text_assets("smollm2").tokenizer
+    for turn in _recorded(fmt):
+        tokens = [tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(turn)]
+        assert b"".join(tokens) == turn.encode()
+        whole = parse(fmt, [turn.encode()])
+        for burst in (1, 2, 5):  # a verified draft arrives at once
+            bursts = [b"".join(tokens[i : i + burst]) for i in range(0, len(tokens), burst)]
+            assert parse(fmt, bursts) == whole, burst
 
 
 def _fragments(fmt: ToolFormat) -> st.SearchStrategy[bytes]:

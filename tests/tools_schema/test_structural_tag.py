@@ -19,7 +19,7 @@ from tools_schema.errors import (
 from tools_schema.formats.base import ToolFormat
 from tools_schema.formats.registry import FORMATS, get_format
 from tools_schema.rendering import CallText
-from tools_schema.response_format import parse_response_format
+from tools_schema.response_format import parse_response_format, parse_structured_outputs
 from tools_schema.structural_tag import GrammarPlan, build_structural_tag
 from tools_schema.tool_choice import parse_tool_choice
 from tools_schema.tool_spec import ToolSet, parse_tools
@@ -227,6 +227,28 @@ def test_json_object_takes_any_object() -> None:
     response = parse_response_format({"type": "json_object"})
     plan = build_structural_tag(ToolSet(), none, get_format("hermes"), response_format=response)
     assert accepts(plan, '{"a": [1, {"b": null}]}') and not accepts(plan, "[1]")
+
+
+@pytest.mark.parametrize(
+    ("raw", "right", "wrong"),
+    [
+        ({"choice": ["yes", "yes, but", "no \u00e9"]}, ["yes", "yes, but", "no \u00e9"],
+         ["", "ye", "yes,", "no", "yes yes"]),
+        ({"regex": r"[a-c]{2}-\d+"}, ["ab-1", "cc-123"], ["ab-", "xab-1", "ab-1 ", "ad-1"]),
+        ({"json": {"type": "integer"}}, ["1", "-20"], ["x", "1.5", "{}"]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["hermes", "harmony"])
+def test_structured_outputs_hold_the_whole_answer(
+    name: str, raw: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    none, fmt = parse_tool_choice(None, ToolSet()), get_format(name)
+    response = parse_structured_outputs(raw)
+    plan = build_structural_tag(ToolSet(), none, fmt, response_format=response)
+    for said in right:
+        assert accepts(plan, turn_text(fmt, said, [])), said
+    for said in wrong:
+        assert not accepts(plan, turn_text(fmt, said, [])), said
 
 
 @ALL

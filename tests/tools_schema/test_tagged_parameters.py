@@ -85,6 +85,52 @@ def test_a_json_value_that_is_none_is_no_complete_call() -> None:
     assert calls_of(events) == [] and problems_of(events) == ["malformed_call"]
 
 
+@pytest.mark.parametrize("written", ["True", "None", "07", "", "1 2"])
+def test_a_value_is_json_to_the_letter_where_its_type_is_none_of_text(written: str) -> None:
+    tools = _tools(k={"type": ["boolean", "null", "integer"]})
+    text = f"<tool_call>\n<function=f>\n<parameter=k>\n{written}\n</parameter>\n</function>\n"
+    events = parse(
+        QWEN, text + "</tool_call>", toolset=tools, choice=parse_tool_choice(None, tools)
+    )
+    assert calls_of(events) == [] and problems_of(events) == ["malformed_call"]
+
+
+def test_a_parameter_that_comes_twice_stays_twice_and_readers_take_the_last() -> None:
+    tools = _tools(a={"type": "string"})
+    param = "<parameter=a>\n{}\n</parameter>\n"
+    text = "<tool_call>\n<function=f>\n" + param.format(1) + param.format(2)
+    events = parse(
+        QWEN,
+        text + "</function>\n</tool_call>",
+        toolset=tools,
+        choice=parse_tool_choice(None, tools),
+    )
+    assert calls_of(events) == [("f", '{"a": "1", "a": "2"}')]
+
+
+@ALL
+def test_keys_that_no_schema_declares_may_be_long(fmt: ToolFormat) -> None:
+    tools = parse_tools([{"name": "f", "parameters": {"type": "object"}}])
+    choice = parse_tool_choice("required", tools)
+    call = CallText(name="f", arguments=json.dumps({"k" * 3000: "x"}))
+    text = render_calls(fmt, [call])
+    assert accepts(build_structural_tag(tools, choice, fmt), text)
+    assert calls_of(parse(fmt, text, toolset=tools, choice=choice)) == [("f", call.arguments)]
+
+
+@ALL
+def test_a_short_text_may_look_like_the_end_of_its_value(fmt: ToolFormat) -> None:
+    tools = _tools(k={"type": "string", "maxLength": 8})
+    choice = parse_tool_choice("required", tools)
+    end = fmt.body.params.end.strip()  # type: ignore[union-attr]
+    for value in (end[:8], end[:3], "<=", "\n", "\u00e9" * 8, ""):
+        call = CallText(name="f", arguments=json.dumps({"k": value}, ensure_ascii=False))
+        text = render_calls(fmt, [call])
+        assert accepts(build_structural_tag(tools, choice, fmt), text), value
+        [(_, arguments)] = calls_of(parse(fmt, text, toolset=tools, choice=choice))
+        assert json.loads(arguments) == {"k": value}
+
+
 def test_long_strings_stream_while_they_are_written() -> None:
     tools = _tools(path={"type": "string"}, body={"type": "string"})
     parser = parser_for(QWEN, tools, parse_tool_choice(None, tools))
