@@ -145,6 +145,11 @@ def _node_wire(services: Services, node: TreeNode) -> dict[str, Any]:
         "parent_id": node.parent_id,
         "num_tokens": node.num_tokens,
         "num_pages": node.num_pages,
+        "tiers": {
+            "l1": node.num_l1_pages,
+            "l2": node.num_l2_pages,
+            "l3": node.num_l3_pages,
+        },
         "num_children": node.num_children,
         "num_users": node.num_users,
         "last_used_ms": node.last_used_ms,

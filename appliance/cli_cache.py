@@ -36,7 +36,10 @@ def cache_tree(
     tenant: str | None,
     as_json: bool,
 ) -> None:
-    """Show the radix tree of prefixes that are resident."""
+    """Show the prefixes that are cached, as a tree, and in how many pages of which tier.
+
+    What only lower tiers have is shown without its text: they know pages by name.
+    """
     narrowed = {"depth": depth, "session_id": session_id, "tenant": tenant}
     params = {"max_nodes": max_nodes, **narrowed}
     reply = ask(settings, "GET", "/admin/cache/tree", params=params)
@@ -90,8 +93,10 @@ def _print_nodes(children: dict[int, list[dict[str, Any]]], parent_id: int, dept
     for node in children.get(parent_id, ()):
         users = f", {node['num_users']} in use" if node["num_users"] else ""
         text = node["text"].replace("\n", "\\n")[:48]
+        tiers = ", ".join(f"{tier} {num}" for tier, num in node["tiers"].items() if num)
+        where = f" ({tiers})" if tiers else ""
         click.echo(
             f"{'  ' * depth}{node['node_id']}: {node['num_tokens']} tokens, "
-            f"{node['num_pages']} pages{users}  {text}".rstrip()
+            f"{node['num_pages']} pages{where}{users}  {text}".rstrip()
         )
         _print_nodes(children, node["node_id"], depth + 1)

@@ -320,7 +320,10 @@ class TreeNode(msgspec.Struct, frozen=True, kw_only=True):
     num_users: int
     last_used_ms: int
     page_hash: bytes  # of its last full page
-    first_token_ids: bytes  # up to 16, for a human to recognise
+    first_token_ids: bytes  # up to 16, for a human to recognise; empty: only lower tiers have it
+    num_l1_pages: int = 0
+    num_l2_pages: int = 0  # full ones with a copy there
+    num_l3_pages: int = 0
 
 
 class TreeReply(msgspec.Struct, tag="tree", kw_only=True):

@@ -245,11 +245,21 @@ class TreeNode:
     parent_id: int
     num_tokens: int
     num_pages: int
+    num_l2_pages: int  # full ones with a copy there
+    num_l3_pages: int
     num_children: int
     num_users: int
     last_used_ms: int
     page_hash: bytes
     first_token_ids: NDArray[np.int32]
+
+class LowerPage:
+    """A page that is in a lower tier and not in L1. parent_hash: zeros for a first page."""
+
+    page_hash: bytes
+    parent_hash: bytes
+    in_l2: bool
+    in_l3: bool
 
 class PrefixHit:
     """Tokens by the nearest tier that has them; pending: in pages on their way, or to be moved."""
@@ -364,5 +374,8 @@ class Scheduler:
         """free_, owned_, cached_, in_flight_pages and num_pages; running, waiting; counters."""
 
     def tree(self, max_nodes: int = 256) -> list[TreeNode]: ...
+    def lower_pages(self, max_pages: int = 4096) -> list[LowerPage]:
+        """Pages that only lower tiers have, heads of chains first."""
+
     def check_integrity(self) -> None:
         """Abort-level invariants, walked in full; raises RuntimeError with what is broken."""

@@ -129,6 +129,8 @@ void bind_cache_views(nb::module_& module) {
       .def_ro("parent_id", &TreeNodeView::parent_id)
       .def_ro("num_tokens", &TreeNodeView::num_tokens)
       .def_ro("num_pages", &TreeNodeView::num_pages)
+      .def_ro("num_l2_pages", &TreeNodeView::num_l2_pages)
+      .def_ro("num_l3_pages", &TreeNodeView::num_l3_pages)
       .def_ro("num_children", &TreeNodeView::num_children)
       .def_ro("num_users", &TreeNodeView::num_users)
       .def_ro("last_used_ms", &TreeNodeView::last_used_ms)
@@ -139,6 +141,17 @@ void bind_cache_views(nb::module_& module) {
       .def_prop_ro("first_token_ids", [](nb::handle_t<TreeNodeView> self) {
         return view(self, nb::cast<const TreeNodeView&>(self).first_token_ids);
       });
+  nb::class_<LowerPageView>(module, "LowerPage")
+      .def_prop_ro("page_hash",
+                   [](const LowerPageView& self) {
+                     return nb::bytes(self.page_hash.data(), self.page_hash.size());
+                   })
+      .def_prop_ro("parent_hash",
+                   [](const LowerPageView& self) {
+                     return nb::bytes(self.parent_hash.data(), self.parent_hash.size());
+                   })
+      .def_ro("in_l2", &LowerPageView::in_l2)
+      .def_ro("in_l3", &LowerPageView::in_l3);
 }
 
 }  // namespace

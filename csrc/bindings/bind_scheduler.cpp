@@ -3,6 +3,8 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <limits>
+#include <set>
 
 #include "bindings/bind_types.h"
 #include "requests/transitions.h"
@@ -138,17 +140,24 @@ nb::dict stats(const BoundScheduler& self) {
 std::vector<TreeNodeView> tree(const BoundScheduler& self, std::int64_t max_nodes) {
   require_count("max_nodes", max_nodes, 0);
   const auto limit = static_cast<std::int32_t>(std::min<std::int64_t>(max_nodes, 1 << 20));
+  const LowerTiers& lower = self.scheduler.tiers();
   std::vector<TreeNodeView> views;
   for (const Node* node : self.scheduler.tree().snapshot(limit)) {
     TreeNodeView view{node->id.value,
                       node->is_root() ? -1 : node->parent->id.value,
                       node->len(),
                       node->pages.size(),
+                      0,
+                      0,
                       static_cast<std::int32_t>(node->children.size()),
                       node->num_users,
                       node->last_used_ms,
                       {},
                       {}};
+    for (const PageHash& hash : node->hashes) {
+      view.num_l2_pages += lower.is_in_l2(hash) ? 1 : 0;
+      view.num_l3_pages += lower.is_in_l3(hash) ? 1 : 0;
+    }
     if (!node->hashes.empty()) {
       view.page_hash.assign(node->hashes.back().begin(), node->hashes.back().end());
     }
@@ -156,6 +165,26 @@ std::vector<TreeNodeView> tree(const BoundScheduler& self, std::int64_t max_node
     view.first_token_ids.assign(node->tokens.begin(),
                                 node->tokens.begin() + static_cast<std::ptrdiff_t>(shown));
     views.push_back(std::move(view));
+  }
+  return views;
+}
+
+std::vector<LowerPageView> lower_pages(const BoundScheduler& self, std::int64_t max_pages) {
+  require_count("max_pages", max_pages, 0);
+  std::set<PageHash> in_l1;
+  constexpr auto kAll = std::numeric_limits<std::int32_t>::max();
+  for (const Node* node : self.scheduler.tree().snapshot(kAll)) {
+    in_l1.insert(node->hashes.begin(), node->hashes.end());
+  }
+  const LowerTiers& lower = self.scheduler.tiers();
+  std::vector<LowerPageView> views;
+  for (const PageName& name : lower.names()) {
+    if (static_cast<std::int64_t>(views.size()) >= max_pages) break;
+    if (in_l1.contains(name.hash)) continue;
+    views.push_back({{name.hash.begin(), name.hash.end()},
+                     {name.parent.begin(), name.parent.end()},
+                     lower.is_in_l2(name.hash),
+                     lower.is_in_l3(name.hash)});
   }
   return views;
 }
@@ -339,6 +368,7 @@ void bind_scheduler(nb::module_& module) {
            [](BoundScheduler& self) { return self.scheduler.drain_kv_events(); })
       .def("stats", &stats)
       .def("tree", &tree, nb::arg("max_nodes") = 256)
+      .def("lower_pages", &lower_pages, nb::arg("max_pages") = 4096)
       .def("check_integrity", &check_integrity);
   module.def("fsm_table", &fsm_rows);
   module.def("name_pages", &name_pages, nb::arg("token_ids").noconvert(), nb::kw_only(),

@@ -43,11 +43,21 @@ struct TreeNodeView {
   std::int64_t parent_id;
   std::int32_t num_tokens;
   std::int32_t num_pages;
+  std::int32_t num_l2_pages;  // full ones with a copy there
+  std::int32_t num_l3_pages;
   std::int32_t num_children;
   std::int32_t num_users;
   std::int64_t last_used_ms;
   std::string page_hash;
   std::vector<TokenId> first_token_ids;
+};
+
+// A page that is in a lower tier and not in L1.
+struct LowerPageView {
+  std::string page_hash;
+  std::string parent_hash;
+  bool in_l2;
+  bool in_l3;
 };
 
 const char* name_of(EndStatus status);

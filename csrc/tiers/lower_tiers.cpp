@@ -187,6 +187,17 @@ bool LowerTiers::is_in_l3(const PageHash& hash) const {
   return entry != nullptr && entry->in_l3;
 }
 
+std::vector<PageName> LowerTiers::names() const {
+  std::vector<PageName> names;
+  for (const auto& [hash, entry] : entries_) {
+    if (!entry.l2.is_empty() || entry.in_l3) names.push_back({hash, entry.parent, entry.end});
+  }
+  std::sort(names.begin(), names.end(), [](const PageName& left, const PageName& right) {
+    return std::tie(left.end, left.hash) < std::tie(right.end, right.hash);
+  });
+  return names;
+}
+
 bool LowerTiers::is_coming_to_l2(const PageHash& hash) const {
   const Entry* entry = find(hash);
   return entry != nullptr && entry->is_coming;

@@ -77,6 +77,7 @@ class LowerTiers : public LowerResidency {
 
   bool is_in_l2(const PageHash& hash) const override;
   bool is_in_l3(const PageHash& hash) const;
+  std::vector<PageName> names() const;  // what is in a lower tier, heads of chains first
   bool is_coming_to_l2(const PageHash& hash) const;
   bool is_going_to_l3(const PageHash& hash) const;
   bool is_moving(const PageHash& hash) const;  // some ticket reads or writes it

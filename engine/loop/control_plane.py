@@ -30,10 +30,10 @@ from engine.loop.outbox import Outbox
 from engine.loop.replay import RecordingScheduler
 from engine.loop.requests import Request
 from engine.loop.tier_plane import TierPlane
-from engine.transport import pack_ids, unpack_ids
+from engine.loop.tree_view import tree_reply
+from engine.transport import unpack_ids
 
 MAX_TOKENS = (1 << 31) - 1
-MAX_TREE_NODES = 10_000
 MAX_HOLD_MS = 1 << 40
 # The slowest that the scheduler reckons with; a machine that stood still measures more.
 MOST_PAGE_US = 1e9
@@ -72,8 +72,9 @@ def build_scheduler(
 class ControlPlane:
     """Calls the scheduler. One thread."""
 
-    def __init__(self, scheduler: Scheduler, outbox: Outbox) -> None:
+    def __init__(self, scheduler: Scheduler, outbox: Outbox, *, page_size: int = 1) -> None:
         self._scheduler = scheduler
+        self._page_size = page_size
         self._outbox = outbox
         self._tiers: TierPlane | None = None
 
@@ -184,27 +185,8 @@ class ControlPlane:
         return api.HintReply(query_id=message.query_id, num_tokens=num_tokens)
 
     def tree(self, message: api.QueryTree) -> api.TreeReply:
-        """A bounded snapshot of the radix tree."""
-        wanted = max(0, min(message.max_nodes, MAX_TREE_NODES))
-        nodes = self._scheduler.tree(wanted + 1)
-        return api.TreeReply(
-            query_id=message.query_id,
-            nodes=tuple(
-                api.TreeNode(
-                    node_id=node.node_id,
-                    parent_id=node.parent_id,
-                    num_tokens=node.num_tokens,
-                    num_pages=node.num_pages,
-                    num_children=node.num_children,
-                    num_users=node.num_users,
-                    last_used_ms=node.last_used_ms,
-                    page_hash=node.page_hash,
-                    first_token_ids=pack_ids(node.first_token_ids),
-                )
-                for node in nodes[:wanted]
-            ),
-            truncated=len(nodes) > wanted,
-        )
+        """A bounded picture of what is cached, in all tiers."""
+        return tree_reply(self._scheduler, message.query_id, message.max_nodes, self._page_size)
 
     def stats(self) -> dict[str, float]:
         """The scheduler's counters and gauges."""

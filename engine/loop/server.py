@@ -126,7 +126,7 @@ class EngineServer:
             use_l3=lower.has_l3,
             log=self._log,
         )
-        control = ControlPlane(scheduler, outbox)
+        control = ControlPlane(scheduler, outbox, page_size=runner.page_size)
         leases = LeaseDesk(scheduler, outbox)
         grammars = GrammarDesk(grammar_compiler)
         limits = ModelLimits(
