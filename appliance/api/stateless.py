@@ -25,6 +25,7 @@ from appliance.recall import Recalled, next_key
 from appliance.services import Services
 from engine import api
 from sessions.token_codec import count
+from tools_schema.reasoning import Reasoning
 from tools_schema.response_format import ResponseFormat
 from tools_schema.structural_tag import GrammarPlan
 from tools_schema.tool_choice import ToolChoice
@@ -74,15 +75,7 @@ async def prepare(services: Services, body: SamplingFields, ask: Ask) -> Prepare
     sampling = sampling_of(
         body, services, prompt, ask.max_tokens, ask.num_logprobs, param=ask.param
     )
-    reasoning = services.reasoning_of(prompt)
-    budget = ask.thinking.budget
-    question = GrammarQuestion(
-        ask.toolset,
-        ask.choice,
-        ask.response_format,
-        reasoning,
-        budget if budget is not None and budget < sampling.max_new_tokens else None,
-    )
+    question = _question(services, ask, sampling.max_new_tokens)
     plan = (
         _free_plan(services, body, question)
         if body.ignore_eos or body.min_tokens
@@ -90,31 +83,53 @@ async def prepare(services: Services, body: SamplingFields, ask: Ask) -> Prepare
     )
     if plan.fallbacks:
         services.metrics.grammar_fallbacks.inc()
-    sampling = constrained(sampling, plan)
-    asked = _note_request(services, ask)
-    runs = []
-    for index in range(ask.num_choices):
-        runs.append(
-            Generation(
-                client=services.client,
-                metrics=services.metrics,
-                request=request_of(
-                    ask.request_id if index == 0 else f"{ask.request_id}-{index}",
-                    prompt,
-                    sampling_of_choice(sampling, index),
-                    services,
-                    ask.tenant,
-                    priority=body.priority,
-                    grammar=spec_of(plan),
-                ),
-                answer=services.answer_reader(
-                    None, ask.toolset, ask.choice, ask.stop, reasoning, call_prefix=ask.call_prefix
-                ),
-                on_end=lambda run: remember(services, run, ask.conversation.keys),
-                asked=asked if index == 0 else None,
-            )
-        )
+    request = request_of(
+        ask.request_id,
+        prompt,
+        constrained(sampling, plan),
+        services,
+        ask.tenant,
+        priority=body.priority,
+        grammar=spec_of(plan),
+    )
+    runs = [
+        _generation(services, ask, _choice_of(request, index), question.reasoning)
+        for index in range(ask.num_choices)
+    ]
+    runs[0].asked = _note_request(services, ask)
     return Prepared(runs=runs, notes={**_grammar_fallbacks(plan), **ask.omitted.as_wire()})
+
+
+def _question(services: Services, ask: Ask, max_new_tokens: int) -> GrammarQuestion:
+    reasoning, budget = services.reasoning_of(ask.conversation.prompt), ask.thinking.budget
+    if reasoning == "off" or (budget is not None and budget >= max_new_tokens):
+        budget = None  # it is kept anyway
+    return GrammarQuestion(ask.toolset, ask.choice, ask.response_format, reasoning, budget)
+
+
+def _generation(
+    services: Services, ask: Ask, request: api.GenerateRequest, reasoning: Reasoning
+) -> Generation:
+    return Generation(
+        client=services.client,
+        metrics=services.metrics,
+        request=request,
+        answer=services.answer_reader(
+            None, ask.toolset, ask.choice, ask.stop, reasoning, call_prefix=ask.call_prefix
+        ),
+        on_end=lambda run: remember(services, run, ask.conversation.keys),
+    )
+
+
+def _choice_of(request: api.GenerateRequest, index: int) -> api.GenerateRequest:
+    """The request of one of several choices."""
+    if index == 0:
+        return request
+    return msgspec.structs.replace(
+        request,
+        request_id=f"{request.request_id}-{index}",
+        sampling=sampling_of_choice(request.sampling, index),
+    )
 
 
 def sampling_of_choice(sampling: api.SamplingParams, index: int) -> api.SamplingParams:
@@ -128,10 +143,19 @@ def sampling_of_choice(sampling: api.SamplingParams, index: int) -> api.Sampling
 def _free_plan(services: Services, body: SamplingFields, question: GrammarQuestion) -> GrammarPlan:
     """The plan of an answer that shall go on behind its end: no grammar could be held there."""
     name = "ignore_eos" if body.ignore_eos else "min_tokens"
-    if question.choice.kind != "none" or question.response_format is not None:
-        other = "tools" if question.response_format is None else "a format of the answer"
+    other = _constraint_of(question)
+    if other:
         raise ApiError("unsupported_parameter", f"{name}: cannot be had with {other}", name)
     return replace(services.grammars.plan(question), text=None, fallbacks=())
+
+
+def _constraint_of(question: GrammarQuestion) -> str:
+    """What its grammar is needed for; "" if for nothing that was asked for."""
+    if question.response_format is not None:
+        return "a format of the answer"
+    if question.choice.kind != "none":
+        return "tools"
+    return "a budget of reasoning" if question.reasoning_budget is not None else ""
 
 
 def _grammar_fallbacks(plan: GrammarPlan) -> dict[str, Any]:

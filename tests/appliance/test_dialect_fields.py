@@ -187,6 +187,8 @@ def test_a_benchmark_of_a_model_that_reasons_may_ignore_its_end(thinker: Running
         assert thinker.post(path, body).status_code == 200
         request = thinker.engine.requests[-1]
         assert request.sampling.ignore_eos and request.grammar is None
+        reply = thinker.post(path, {**body, "thinking_token_budget": 3})
+        assert thinker.error(reply) == (400, "unsupported_parameter", "ignore_eos")
 
 
 # Reasoning --------------------------------------------------------------------------------
