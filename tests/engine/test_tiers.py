@@ -6,6 +6,7 @@ The scripted model's KV is its token ids, so a page that came back wrong changes
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,7 @@ from engine.loop.outbox import Outbox
 from engine.loop.replay import read_log, replay
 from engine.loop.tier_plane import TierPlane
 from engine.transport import pack_ids
+from kvtiers.file_store import FileStore
 from kvtiers.host_pool import HostPool, PoolShape, kept_slots
 from kvtiers.host_region import make_region_fd
 from kvtiers.keys import ObjectKeys
@@ -424,6 +426,35 @@ def test_what_l2_has_of_a_prefix_counts_where_its_head_is_only_in_the_store(
             serve(engine, work)
     finally:
         os.close(fd)
+
+
+def test_a_directory_that_another_process_owns_is_said_to_be_and_nothing_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "kv" / "rank-0"
+    layout = ScriptedLayout(PAGE_SIZE).fingerprint()
+    owner = FileStore(directory, 1 << 20, layout)
+    assert owner.probe(["a"]) == 0
+
+    async def state_of_l3(client: EngineClient) -> api.TierStatus:
+        return (await client.tiers())[2]
+
+    async def work(client: EngineClient) -> None:
+        await ask(client, "a", prompt_of(1, 33))
+        status = await state_of_l3(client)
+        assert (status.state, status.num_pages) == ("down", 0)
+        assert str(directory) in status.reason and "another process owns" in status.reason
+        owner.close()
+        limit_s = time.monotonic() + 60
+        while (await state_of_l3(client)).state != "up":
+            assert time.monotonic() < limit_s, "it is not taken over"
+            await asyncio.sleep(0.05)
+        await ask(client, "b", prompt_of(2, 33))
+        await settled(client)
+        assert (await state_of_l3(client)).num_pages > 0
+
+    tiers = TiersConfig(l3="file", l3_dir=str(directory.parent), l3_quota_bytes=1 << 20)
+    serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, tiers=tiers), work)
 
 
 def test_a_machine_that_stood_still_is_no_cost_that_breaks_the_engine() -> None:
