@@ -33,7 +33,7 @@ RECONNECT_MS = 50
 FRAMES_IN_A_ROW = 32  # that a client takes in before anybody else on its loop has a turn
 # A wake-up costs several times what a frame does: where frames come closer than the one, a client
 # takes in what the other brings. No single engine steps so fast.
-BUSY_GAP_S, PAUSE_S = 0.001, 0.002
+BUSY_GAP_S, PAUSE_S = 0.001, 0.004
 # As numbers: the arithmetic of zmq's own enums costs more than a receive.
 _NOBLOCK, _EVENTS, _POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 
