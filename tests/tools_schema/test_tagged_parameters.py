@@ -123,7 +123,10 @@ def test_a_short_text_may_look_like_the_end_of_its_value(fmt: ToolFormat) -> Non
     tools = _tools(k={"type": "string", "maxLength": 8})
     choice = parse_tool_choice("required", tools)
     end = fmt.body.params.end.strip()  # type: ignore[union-attr]
-    for value in (end[:8], end[:3], "<=", "\n", "\u00e9" * 8, ""):
+    values = ["<=", "\n", "\u00e9" * 8, ""]
+    if len(end) > 8:  # a shorter one might come about in such a text: its first letter is left out
+        values += [end[:8], end[:3]]
+    for value in values:
         call = CallText(name="f", arguments=json.dumps({"k": value}, ensure_ascii=False))
         text = render_calls(fmt, [call])
         assert accepts(build_structural_tag(tools, choice, fmt), text), value
