@@ -67,6 +67,7 @@ DEFAULT_MODEL_NAME = "default"
 DEFAULT_TENANT = "default"
 FIRST_CONTACT_S = 30.0
 QUOTA_FRESH_S = 2.0
+RELOAD_S = 60.0  # that an engine may take to load before turns give it up
 
 
 @dataclass(slots=True, kw_only=True)
@@ -327,13 +328,19 @@ def read_owner(state_dir: Path) -> str:
     return path.read_text().strip()
 
 
+def engine_patience_s(hang_s: float) -> float:
+    """How long turns wait for an engine that says nothing: until the supervisor has found out that
+    it hangs, and another one has loaded."""
+    return hang_s + RELOAD_S
+
+
 def build_services(config: ApplianceConfig, assets: TextAssets | None = None) -> Services:
     """Construct everything; nothing is connected yet. Loads the model's text side if not given."""
     if assets is None:
         assets = load_text_assets(config.engine.model, load_format=config.engine.load_format)
     tool_format = tool_format_of(assets)
-    client = EngineClient(config.engine.socket_path)
     server = config.server
+    client = EngineClient(config.engine.socket_path, dead_after_s=engine_patience_s(server.hang_s))
     hub = SessionHub()
     return Services(
         config=config,

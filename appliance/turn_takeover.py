@@ -62,10 +62,14 @@ class TurnTakeover:
     async def run(self) -> None:
         """Say that this process is alive, and look after the turns of those that are not."""
         while True:
+            before_ms = self._services.clock_ms()
             await asyncio.sleep(self._beat_every_s)
+            # After a machine stood still, others need a moment to say again that they are alive.
+            stood_still = self._services.clock_ms() - before_ms > self._alive_ms / 2
             try:
                 await self._beat()
-                await self.adopt_orphans()
+                if not stood_still:
+                    await self.adopt_orphans()
             except SessionError as error:
                 logger.warning("turns of other processes not looked at: %s", error)
 

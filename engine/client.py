@@ -45,6 +45,7 @@ Reply = (
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
 MISSED_PINGS_UNREADY = 4
+MAX_LATE_S = 2.0  # that this process' own loop may be before it has stood still
 
 
 class EngineClient:
@@ -66,7 +67,7 @@ class EngineClient:
     ) -> None:
         self._socket_path = socket_path
         self._ping_interval_s = ping_interval_s
-        self._dead_after_s = dead_after_s
+        self.dead_after_s = dead_after_s
         self._reconcile_s = reconcile_s
         self._max_resubmits = max_resubmits
         self._socket: ClientSocket | None = None
@@ -197,7 +198,7 @@ class EngineClient:
         """Compile a grammar ahead of its use. Errors are in the reply's `error_code`."""
         query_id = self._next_query_id()
         message = api.CompileGrammar(compile_id=query_id, grammar=grammar, budget_ms=budget_ms)
-        timeout_s = budget_ms / 1000 + self._dead_after_s
+        timeout_s = budget_ms / 1000 + self.dead_after_s
         return await self._ask(api.GrammarCompiled, query_id, message, timeout_s)
 
     async def stats(self, *, timeout_s: float = 10.0) -> dict[str, float]:
@@ -488,16 +489,23 @@ class EngineClient:
     async def _watch_forever(self) -> None:
         while True:
             self._send(api.Ping(sent_ms=time.monotonic_ns() // 1_000_000))
+            before_s = time.monotonic()
             await asyncio.sleep(self._ping_interval_s)
             now_s = time.monotonic()
-            if now_s - self._last_heard_s > self._dead_after_s:
+            self._forgive(now_s - before_s - self._ping_interval_s, now_s)
+            if now_s - self._last_heard_s > self.dead_after_s:
                 self._fail_everything(
-                    "engine_unavailable", f"no engine for {self._dead_after_s:g} s"
+                    "engine_unavailable", f"no engine for {self.dead_after_s:g} s"
                 )
             elif self.is_ready:
                 for stream in list(self._streams.values()):
                     if not stream.is_finished and now_s - stream.touched_s > self._reconcile_s:
                         self._send(stream.catch_up())
+
+    def _forgive(self, late_s: float, now_s: float) -> None:
+        """A machine that stood still (paused, suspended) let nobody be heard meanwhile."""
+        if late_s > MAX_LATE_S:
+            self._last_heard_s = min(now_s, self._last_heard_s + late_s)
 
     def _fail_everything(self, code: str, text: str) -> None:
         for stream in list(self._streams.values()):

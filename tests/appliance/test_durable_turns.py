@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import threading
 import time
 from collections.abc import Coroutine, Iterator
@@ -200,6 +201,36 @@ def test_turns_of_a_dead_process_are_taken_up_by_another(
     assert len(other.engine.requests) == 2
     assert dead.get(f"/v1/sessions/{session_id}").json()["revision"] == 2
     assert dead.turn(session_id, "three")["status"] == "completed"
+
+
+def test_processes_that_stood_still_together_leave_each_other_their_turns(
+    two_apps: tuple[RunningApp, RunningApp],
+) -> None:
+    """Behind a pause all look silent until they have had time to say that they live."""
+    one, two = two_apps
+    one.engine.pause()
+    session_id = one.session()
+    turn_id = start(one, session_id, "mine")
+    now_ms, looks = two.services.clock_ms, 0
+
+    def after_a_pause() -> int:
+        nonlocal looks
+        looks += 1
+        return now_ms() + (600_000 if 1 < looks <= 4 else 0)  # it wakes, and says that it lives
+
+    async def look_once() -> None:
+        paused = dataclasses.replace(two.services, clock_ms=after_a_pause)
+        takeover = TurnTakeover(paused, two.asgi.state.context.turns, beat_every_s=0.05)
+        task = asyncio.create_task(takeover.run())
+        while looks < 6:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    run_in(two, look_once())
+    (turn,) = run_in(two, two.services.store.pending_turns())
+    assert (turn.id, turn.owner) == (turn_id, one.services.owner)
+    one.engine.resume()
+    assert follow(one, session_id, turn_id)[-1]["type"] == "turn.completed"
 
 
 def test_a_turn_of_another_process_is_followed_to_its_end_and_waited_for(

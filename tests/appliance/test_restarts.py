@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from appliance.services import RELOAD_S
 from sessions.errors import StoreUnavailable
 from sessions.session import Session
 from sessions.sqlite_store import SqliteSessionStore
@@ -328,6 +329,17 @@ def test_a_turn_sent_while_no_engine_runs_waits_for_it(tmp_path: Path) -> None:
             app.engine.start()
             assert list(events)[-1]["type"] == "turn.completed"
         assert app.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("hang_s", [0.0, 1.0, 120.0])
+def test_turns_outwait_the_time_it_takes_to_find_out_that_their_engine_hangs(
+    tmp_path: Path, hang_s: float
+) -> None:
+    """Else they would have failed by the time the supervisor starts another one."""
+    settings = {"server": {"hang_s": hang_s}}
+    with RunningApp(tmp_path, settings=settings) as app:
+        assert app.config.server.hang_s == hang_s
+        assert app.services.client.dead_after_s >= hang_s + RELOAD_S
 
 
 def test_a_stopping_appliance_takes_no_new_turn(own_app: RunningApp) -> None:

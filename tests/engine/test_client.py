@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -163,6 +164,42 @@ def test_without_an_engine_requests_end_in_engine_unavailable(socket_path: str) 
         await client.close()
 
     asyncio.run(main())
+
+
+class Clock:
+    """The clock of a machine that stands still for a while."""
+
+    shift_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.shift_s
+
+    def monotonic_ns(self) -> int:
+        return int(self.monotonic() * 1e9)
+
+
+def test_a_machine_that_stood_still_has_not_lost_its_engine(
+    socket_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("engine.client.time", clock)
+
+    async def main() -> None:
+        client = EngineClient(socket_path, ping_interval_s=0.02)
+        await client.start()
+        stream = client.generate(make_request("r"))
+        assert isinstance(await anext(stream), api.Started)
+        clock.shift_s = 10_000.0  # no frame of the engine is read between this and the next look
+        await asyncio.sleep(0.2)
+        engine.resume()
+        _, finished = await asyncio.wait_for(collect(stream), 20)
+        assert finished.reason is api.FinishReason.STOP
+        await client.close()
+
+    engine = FakeEngine(socket_path, count_up)
+    with engine:
+        engine.pause()
+        asyncio.run(main())
 
 
 def test_a_reader_that_sleeps_blocks_no_other_and_gets_everything_at_once(
