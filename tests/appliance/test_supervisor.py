@@ -167,7 +167,7 @@ def test_a_killed_child_is_started_again_and_no_connection_is_refused(folder: Pa
 
 
 def test_a_child_that_hangs_is_killed_and_started_again_and_that_is_counted(folder: Path) -> None:
-    running = Running(folder, hang_s=1.0)
+    running = Running(folder, hang_s=3.0)
     state = running.wait_ready()
     pids = dict(state["pids"])  # type: ignore[call-overload]
     os.kill(pids["api"], signal.SIGSTOP)
