@@ -34,7 +34,7 @@ Lose = Callable[[str, str], None]
 _KEY_CHARS = string.ascii_letters + string.digits + "_.$-"
 # Without a bound: in xgrammar 0.2.8 one of 64 costs 0.6 s (129k tokens), one of none 0.01 s.
 _KEY = r"[A-Za-z0-9_.$-]+"
-_SAFE_FOR_TEXT = frozenset({"type", "minLength", "maxLength", "pattern", "format"})
+_SYNTAX = "[](){}|*+?.^$"  # outside a class of characters
 
 
 class ParamGrammar:
@@ -221,7 +221,10 @@ def _never_writes(pattern: str, char: str) -> bool:
                 return False
             index += 2
             continue
-        if this == char or (this == "." and not in_class) or (this == "[" and after == "^"):
+        is_literal = this not in ("]" if in_class else _SYNTAX)
+        if (this == char and is_literal) or (this == "." and not in_class):
+            return False
+        if this == "[" and after == "^" and not in_class:
             return False
         if in_class and this == "-" and pattern[index - 1] <= char <= after:
             return False
