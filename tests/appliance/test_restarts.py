@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from appliance.services import RELOAD_S
+from appliance.turn_record import CANCEL, DEADLINE
 from sessions.errors import StoreUnavailable
 from sessions.session import Session
 from sessions.sqlite_store import SqliteSessionStore
@@ -163,18 +164,21 @@ def lose_both(app: RunningApp) -> None:
 def test_a_turn_whose_processes_all_died_goes_on_where_its_readers_were(
     own_app: RunningApp, times: int
 ) -> None:
+    own_app.engine.tokens_per_s = 40
     with own_app as app:
         session_id = app.session()
         events = read_some(app, session_id, 12, "k")
         for _ in range(times):
+            app.engine.pause()
             lose_both(app)
             path = f"/v1/sessions/{session_id}/turns/{events[0]['turn_id']}/events"
             params = {"starting_after": events[-1]["sequence_number"]}
             with app.http.stream("GET", path, params=params) as reply:
                 for event in sse_events(reply):
                     events.append(event)
-                    if len(events) in (30, 40):
+                    if len(events) in (20, 30):
                         break
+        app.engine.tokens_per_s = 0
         events += read_rest(app, session_id, events)
         numbers = [event["sequence_number"] for event in events]
         assert numbers == list(range(1, len(events) + 1))
@@ -235,19 +239,20 @@ class StubbornStore(SqliteSessionStore):
 
 
 @pytest.mark.parametrize(
-    ("fields", "is_cancelled", "end"),
+    ("fields", "stopped_by", "end"),
     [
-        ({}, False, ("turn.completed", "end_turn", None)),
-        ({"max_output_tokens": 30}, False, ("turn.incomplete", None, "max_output_tokens")),
-        ({"stop": ["word20"]}, False, ("turn.completed", "stop_sequence", None)),
-        ({}, True, ("turn.cancelled", None, None)),
-        ({"deadline_ms": 400}, False, ("turn.incomplete", None, "deadline")),
+        ({}, "", ("turn.completed", "end_turn", None)),
+        ({"max_output_tokens": 30}, "", ("turn.incomplete", None, "max_output_tokens")),
+        ({"stop": ["word20"]}, "", ("turn.completed", "stop_sequence", None)),
+        ({}, CANCEL, ("turn.cancelled", None, None)),
+        ({}, DEADLINE, ("turn.incomplete", None, "deadline")),
     ],
     ids=str,
 )
 def test_an_answer_that_had_ended_when_both_processes_died_ends_as_it_had(
-    own_app: RunningApp, fields: Json, is_cancelled: bool, end: tuple[str, str | None, str | None]
+    own_app: RunningApp, fields: Json, stopped_by: str, end: tuple[str, str | None, str | None]
 ) -> None:
+    own_app.engine.tokens_per_s = 30 if stopped_by else 0
     with own_app as app:
         stubborn = StubbornStore(app.config.sessions)
         asyncio.run_coroutine_threadsafe(stubborn.open(), app.loop).result(10)
@@ -258,11 +263,15 @@ def test_an_answer_that_had_ended_when_both_processes_died_ends_as_it_had(
         with app.http.stream("POST", path, json={"input": "x", "stream": True, **fields}) as reply:
             for event in sse_events(reply):
                 seen.append(event)
-                if is_cancelled and len(seen) == 12:
-                    assert app.post(f"{path}/{event['turn_id']}/cancel").status_code == 503
+                if stopped_by and len(seen) == 8:
+                    app.engine.pause()
+                    run = app.asgi.state.context.turns.runner.find(event["turn_id"])
+                    asking = run.request_stop(stopped_by)
+                    asyncio.run_coroutine_threadsafe(asking, app.loop).result(10)
                 if event["type"] == "response.output_item.done":
                     break
         num_sampled = len(app.engine.requests)
+        app.engine.tokens_per_s = 0.0
         lose_both(app)
         events = seen + read_rest(app, session_id, seen)
         assert [e["sequence_number"] for e in events] == list(range(1, len(events) + 1))
