@@ -59,6 +59,7 @@ std::int64_t Scheduler::start_fetch(std::span<const PageHash> hashes) {
       const auto other = fetching_.find(hash);
       return other == fetching_.end() ? -1 : other->second;
     }
+    if (!tiers_.is_in_l3(hash)) break;  // it was in L2 alone, and made room for those before it
     const std::int64_t ticket = tiers_.fetch(hash);
     if (ticket < 0) break;
     fetching_[hash] = next_transfer_;

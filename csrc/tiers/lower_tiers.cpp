@@ -229,8 +229,11 @@ void LowerTiers::touch(const PageHash& hash) {
 void LowerTiers::note_use(std::span<const PageHash> hashes) {
   std::int64_t used_at = 0, num_again = 0;
   for (const PageHash& hash : hashes) {
-    Entry& entry = *find(hash);
-    if (entry.l2.is_empty() || entry.is_awaited) continue;  // counted when it comes, or came
+    Entry* const found = find(hash);  // null: it made room a moment ago
+    if (found == nullptr || found->l2.is_empty() || found->is_awaited) {
+      continue;  // counted when it comes, or came
+    }
+    Entry& entry = *found;
     forget(hash, entry);
     entry.is_awaited = true;
     entry.is_on_probation = false;

@@ -244,6 +244,35 @@ def test_a_page_that_a_full_l2_refused_is_written_back_when_there_is_room() -> N
     assert hit(harness, second.prompt) == (0, 20, 0)
 
 
+@pytest.mark.parametrize("asks", ["request", "prefetch"])
+def test_a_tail_that_only_l2_has_may_make_room_for_its_head(asks: str) -> None:
+    harness = make(num_l2_pages=2)
+    tokens = list(range(12))
+    names = cpp.name_pages(ids(tokens), page_size=PAGE)
+    none = ids([])
+    harness.scheduler.adopt("l3", ids(tokens[:8]), names[:32], none)
+    tail = dict(before=names[16:32], start=8)
+    harness.scheduler.adopt("l2", ids(tokens[8:]), names[32:], ids([1]), **tail)
+    assert hit(harness, tokens) == (0, 4, 8)
+    if asks == "prefetch":
+        harness.scheduler.move(ids(tokens), "l1")
+        settle(harness)
+    job = harness.submit([*tokens, 7], 3)
+    harness.run()
+    assert job.outputs == harness.model.generate(job)
+    settle(harness)
+
+
+@pytest.mark.parametrize(
+    ("before", "start"), [(b"", 4), (bytes(15) + b"1", 0), (bytes(15) + b"1", 3)]
+)
+def test_a_fragment_says_where_it_begins(before: bytes, start: int) -> None:
+    harness = make()
+    names = cpp.name_pages(ids([1, 2, 3, 4]), page_size=PAGE, parent=before)
+    with pytest.raises(ValueError, match="start: "):
+        harness.scheduler.adopt("l3", ids([1, 2, 3, 4]), names, ids([]), before=before, start=start)
+
+
 # ---- drop ----------------------------------------------------------------------------------------
 
 
