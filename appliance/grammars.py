@@ -65,27 +65,38 @@ class GrammarCompiler:
             markers=self.markers,
         )
 
+    def ready(self, question: GrammarQuestion) -> GrammarPlan | None:
+        """Return what `compiled` would, if it is known without asking the engine."""
+        strict = self.plan(question)
+        if strict.text is None:
+            return strict
+        key = self._key(question)
+        loosen = self._loosened.get(key)
+        if loosen is None:
+            return None
+        self._loosened.move_to_end(key)
+        return self.plan(question, loosen) if loosen else strict
+
+    def _key(self, question: GrammarQuestion) -> tuple[GrammarQuestion, str]:
+        hello = self.client.hello
+        return question, hello.instance_id if hello is not None else ""
+
     async def compiled(self, question: GrammarQuestion) -> GrammarPlan:
         """Return a plan whose grammar the engine holds compiled.
 
         Without an engine the strict plan is returned: the engine compiles it when it is back.
         """
-        strict = self.plan(question)
-        if strict.text is None:
+        known = self.ready(question)
+        if known is not None:
+            return known
+        strict, key = self.plan(question), self._key(question)
+        try:
+            loosen = await self._find_loosen(question, strict)
+        except EngineUnavailableError:
             return strict
-        instance = self.client.hello.instance_id if self.client.hello is not None else ""
-        key = (question, instance)
-        loosen = self._loosened.get(key)
-        if loosen is None:
-            try:
-                loosen = await self._find_loosen(question, strict)
-            except EngineUnavailableError:
-                return strict
-            self._loosened[key] = loosen
-            while len(self._loosened) > MAX_REMEMBERED:
-                self._loosened.popitem(last=False)
-        else:
-            self._loosened.move_to_end(key)
+        self._loosened[key] = loosen
+        while len(self._loosened) > MAX_REMEMBERED:
+            self._loosened.popitem(last=False)
         return self.plan(question, loosen) if loosen else strict
 
     async def _find_loosen(self, question: GrammarQuestion, strict: GrammarPlan) -> frozenset[str]:

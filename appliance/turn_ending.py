@@ -59,7 +59,7 @@ class TurnEnding:
         """Commit what the run made, or keep its failure; then send the terminal event."""
         record = turn_record.conclude(run, self._clock_ms())
         try:
-            await self._with_retries(run.pending.session_id, record)
+            await self._with_retries(run.session, record)
         except SessionError as error:
             logger.error("turn not stored: %s", error, extra={"turn_id": run.turn_id})
             await self.break_off(run, ApiError(error.code, f"the turn was not stored: {error}"))
@@ -117,9 +117,13 @@ class TurnEnding:
                 except SessionError as problem:
                     logger.warning("turn still not ended: %s", problem, extra={"turn_id": turn_id})
 
-    async def _store_record(self, session_id: str, record: Record) -> None:
+    async def _store_record(
+        self, session_id: str, record: Record, known: Session | None = None
+    ) -> None:
+        """`known`: the session as it may still be; the store refuses it where it is not."""
         for _ in range(MAX_RACES):
-            session = await self._store.get(session_id)
+            session = known or await self._store.get(session_id)
+            known = None
             if session.current_turn != record.id:
                 return  # an earlier try got through
             now_ms = self._clock_ms()
@@ -134,16 +138,18 @@ class TurnEnding:
                 continue
         raise StoreUnavailable("the session changes too fast to end its turn")
 
-    async def _with_retries(self, session_id: str, record: Record) -> None:
+    async def _with_retries(self, session: Session, record: Record) -> None:
+        known: Session | None = session
         try:
             for wait_s in STORE_RETRIES_S:
                 try:
-                    return await self._store_record(session_id, record)
+                    return await self._store_record(session.id, record, known)
                 except StoreUnavailable as error:
+                    known = None  # the store may have taken it all the same
                     self._in_trouble[record.id] = error
                     logger.warning("store: %s; next try in %.2f s", error, wait_s)
                     await asyncio.sleep(wait_s)
-            await self._store_record(session_id, record)
+            await self._store_record(session.id, record)
         finally:
             self._in_trouble.pop(record.id, None)
 

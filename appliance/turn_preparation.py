@@ -164,5 +164,6 @@ def build_run(
         tenant=session.tenant,
         salt=services.salt_of(session.tenant),
         priority=session.settings.priority,
+        session=session,
         model_fingerprint=services.assets.fingerprint,
     )

@@ -26,6 +26,7 @@ from appliance.turn_record import CANCEL, DEADLINE
 from engine import api
 from engine.client import EngineClient
 from engine.client_streams import StreamItem
+from sessions.session import Session
 from sessions.token_codec import TOKEN_BYTES, count, decode_ids, encode_ids
 from sessions.turn_log import CANCELLED, COMPLETED, FAILED, INCOMPLETE, PendingTurn, Record
 from tools_schema.structural_tag import GrammarPlan
@@ -65,6 +66,7 @@ class TurnRun:
     tenant: str
     salt: str
     priority: int
+    session: Session  # as it was when the turn began
     model_fingerprint: str
     started_s: float = field(default_factory=time.monotonic)
     is_resumed: bool = False

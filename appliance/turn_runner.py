@@ -126,7 +126,10 @@ class TurnRunner:
             run.params.parsed_response_format(),
             self._services.reasoning_of(run.pending.input_token_ids),
         )
-        plan = await run.unless_stopped(self._services.grammars.compiled(question))
+        grammars = self._services.grammars
+        plan = None if run.stop_cause else grammars.ready(question)
+        if plan is None:
+            plan = await run.unless_stopped(grammars.compiled(question))
         if plan is not None and plan.fallbacks:
             self._metrics.grammar_fallbacks.inc()
         # One that was taken up has an answer to end with, even if it is to stop by now.

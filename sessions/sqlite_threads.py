@@ -11,6 +11,7 @@ Owned by the writer thread: the write connection. Owned by the reader thread: th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import random
 import sqlite3
@@ -92,16 +93,26 @@ class SqliteThreads:
     async def _submit(self, jobs: queue.SimpleQueue[_Job | None], work: Work[T]) -> T:
         if not self._is_open:
             raise StoreUnavailable("the session store is not open")
+        loop = asyncio.get_running_loop()
+        # An answer of its own: a caller that gives up does not undo a write that is under way.
+        answer: asyncio.Future[T] = loop.create_future()
         future: Future[T] = Future()
+        future.add_done_callback(lambda done: _hand_over(done, answer, loop))
+        timer = loop.call_later(2 * self._timeout_ms / 1000, self._give_up, answer)
         jobs.put(_Job(work, future))
-        # Shielded: a caller that gives up does not undo a write that is under way.
-        waiter = asyncio.shield(asyncio.wrap_future(future))
         try:
-            return await asyncio.wait_for(waiter, 2 * self._timeout_ms / 1000)
-        except TimeoutError:
-            raise StoreUnavailable(
-                f"the session store gave no answer in {2 * self._timeout_ms} ms ({self._path})"
-            ) from None
+            return await answer
+        finally:
+            timer.cancel()
+
+    def _give_up(self, answer: asyncio.Future[T]) -> None:
+        if not answer.done():
+            limit_ms = 2 * self._timeout_ms
+            answer.set_exception(
+                StoreUnavailable(
+                    f"the session store gave no answer in {limit_ms} ms ({self._path})"
+                )
+            )
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
@@ -189,6 +200,21 @@ class SqliteThreads:
                 job.future.set_result(result)
             else:
                 job.future.set_exception(describe(failure, self._path))
+
+
+def _hand_over(done: Future[T], answer: asyncio.Future[T], loop: asyncio.AbstractEventLoop) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+        loop.call_soon_threadsafe(_settle, done, answer)
+
+
+def _settle(done: Future[T], answer: asyncio.Future[T]) -> None:
+    if answer.done():  # given up
+        return
+    error = done.exception()
+    if error is None:
+        answer.set_result(done.result())
+    else:
+        answer.set_exception(error)
 
 
 def describe(error: BaseException, path: Path) -> BaseException:

@@ -28,7 +28,7 @@ from appliance.errors import STATUS_BY_CODE, ApiError, known_code
 from appliance.middleware import RECEIVED_S
 from appliance.turn_events import TurnEvents, terminal_frame
 from appliance.turn_preparation import Ask
-from appliance.turn_run import TERMINAL_EVENT
+from appliance.turn_run import TERMINAL_EVENT, TurnRun
 from appliance.turn_view import terminal_fields
 
 router = APIRouter(
@@ -63,9 +63,12 @@ async def create_turn(
         received_s=request.scope[RECEIVED_S],
     )
     turn_id = await context.turns.start(ask)
-    if await _cancels_on_disconnect(context, caller, session_id):
+    run = context.turns.runner.find(turn_id, session_id)
+    if await _cancels_on_disconnect(context, caller, session_id, run):
         context.turns.cancel_when_unread(session_id, turn_id)
     if body.stream:
+        if run is not None:  # no need to ask the store, while the turn is on its way
+            return _event_stream(context, run.events, 0)
         return await _stream(context, caller, session_id, turn_id, 0)
     try:
         turn = await or_client_gone(request, context.turns.reader.wait(caller, session_id, turn_id))
@@ -112,7 +115,11 @@ def body_hash(body: TurnCreate) -> str:
     return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()
 
 
-async def _cancels_on_disconnect(context: ApiContext, caller: str | None, session_id: str) -> bool:
+async def _cancels_on_disconnect(
+    context: ApiContext, caller: str | None, session_id: str, run: TurnRun | None
+) -> bool:
+    if run is not None:
+        return run.session.settings.on_disconnect == "cancel"
     session = await context.services.store.get(session_id, tenant=caller)
     return session.settings.on_disconnect == "cancel"
 
