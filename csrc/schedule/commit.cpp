@@ -147,6 +147,8 @@ void Scheduler::commit_row(const StepRow& row, TokenSpan accepted, bool finished
     }
     return;
   }
+  // Nor does a finished request whose pages another engine reads take in what ran behind its end.
+  if (request.is<Sending>()) return;
   if (failed) return fire(request, Fail{"the step failed for this request"});
   // Of a decode row the KV of accepted drafts stands; behind it the next row writes anew.
   const auto num_accepted = static_cast<std::int32_t>(accepted.size());

@@ -63,6 +63,35 @@ def test_an_abort_keeps_the_pages_until_the_other_engine_reads_no_more() -> None
     assert harness.check()["in_flight_pages"] == 0
 
 
+@pytest.mark.parametrize("num_accepted", [0, 1])
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_ran_behind_the_end_changes_nothing_of_what_is_read(
+    num_accepted: int, finished: bool, failed: bool
+) -> None:
+    """A step was planned before the end of the request was known; the last page fills up in it."""
+    harness = make()
+    job = harness.submit(list(range(11)), 5, send_kv=True)
+    harness.plan()
+    late = harness.plan()
+    assert late.row_request_ids.tolist() == [job.request_id]
+    first, second = harness.flights
+    first.finished, second.finished = [1], [int(finished)]
+    second.failed = [int(failed)]
+    second.tokens = [second.tokens[0][:num_accepted]]
+    harness.advance([harness.step_done(first)])
+    job.outputs += first.tokens[0]
+    send = harness.sends[job.request_id]
+    twin = harness.scheduler.stats()["owned_pages"]
+    harness.flights.clear()
+    assert harness.advance([harness.step_done(second)]) == []
+    stats = harness.check()
+    assert (stats["sending"], stats["owned_pages"]) == (1, twin)
+    (ended,) = harness.end_send(job.request_id, ok=True)
+    assert (ended.status, ended.num_cached_tokens) == ("finished", 11)
+    assert ended.page_hashes == send.page_hashes
+
+
 def test_pages_being_read_are_not_evicted_and_do_not_stop_the_others() -> None:
     harness = make()
     job = harness.submit(list(range(20)), 1, send_kv=True)
