@@ -59,10 +59,13 @@ class Walk:
             self.harness.mover.loss = rng.choice([0.0, 0.1])
         self.harness.sends_at_once = False
         self.history: list[list[int]] = [[0]]
+        # Half of the runs branch from few stems: steps copy, and loads empty the pool meanwhile.
+        self.stems = [random_tokens(rng, rng.randrange(4, 24), self.vocab) for _ in range(3)]
+        self.has_stems = rng.random() < 0.5
 
     def submit(self) -> None:
         rng, config = self.rng, self.config
-        stem = rng.choice(self.history)
+        stem = rng.choice(self.stems if self.has_stems else self.history)
         prompt = stem[: rng.randrange(len(stem) + 1)]
         prompt += random_tokens(rng, rng.randrange(1, 12), self.vocab)
         prompt = prompt[: config.max_context_len - 2]

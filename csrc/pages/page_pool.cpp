@@ -38,13 +38,13 @@ void PagePool::take_these(std::span<const PageId> pages, PageOwner owner) {
 }
 
 void PagePool::hold(PageId page) {
-  std::uint8_t& holds = holds_[static_cast<std::size_t>(page.value)];
-  MOORAGE_CHECK(owner_of(page) == PageOwner::kTree && holds < 255, "held what is not cached");
+  std::uint32_t& holds = holds_[static_cast<std::size_t>(page.value)];
+  MOORAGE_CHECK(owner_of(page) == PageOwner::kTree, "held what is not cached");
   num_held_ += holds++ == 0 ? 1 : 0;
 }
 
 void PagePool::end_hold(PageId page) {
-  std::uint8_t& holds = holds_[static_cast<std::size_t>(page.value)];
+  std::uint32_t& holds = holds_[static_cast<std::size_t>(page.value)];
   MOORAGE_CHECK(holds > 0, "a hold ended twice");
   if (--holds > 0) return;
   num_held_ -= 1;

@@ -4,7 +4,7 @@
 // Invariants:
 //   count(kFree) + count(kRequest) + count(kTree) + count(kInFlight) == num_pages
 //   a page changes owner only through OwnedPages; giving back a free page aborts the process
-//   a page given back while a PageHold reads it stays in flight until the last hold ends
+//   a page given back while somebody holds it stays in flight until the last PageHold ends
 // Thread rule: one thread.
 #pragma once
 
@@ -53,11 +53,12 @@ class PagePool {
   std::vector<PageId> free_;  // a stack: the page freed last is warm in cache
   std::vector<PageOwner> owner_;
   std::array<std::int32_t, 4> counts_{};
-  std::vector<std::uint8_t> holds_;
+  std::vector<std::uint32_t> holds_;
   std::int32_t num_held_ = 0;  // pages with a hold
 };
 
-// A transfer reads this page: whoever owns it may let go of it, nobody may write to it.
+// A transfer or a step reads this page at a time of its own: whoever owns it may let go of it, but
+// nobody gets it who would write to it before that.
 class PageHold {
  public:
   PageHold() = default;

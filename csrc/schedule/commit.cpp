@@ -136,6 +136,7 @@ void Scheduler::commit_step(const StepResult& result, std::vector<EndedRequest>&
   }
   step.rows.clear();
   step.replaced.clear();
+  step.copied.clear();
 }
 
 void Scheduler::commit_row(const StepRow& row, TokenSpan accepted, bool finished, bool failed) {

@@ -19,7 +19,6 @@ void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
   plan.clear();
   prefill_rows_.clear();
   decode_rows_.clear();
-  copy_sources_.clear();
   is_short_of_pages_ = false;
 
   leases_.tick(now_ms_);
@@ -33,6 +32,7 @@ void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
   work_on_orders();
   leases_.note_cuts();
   emit_rows(plan);
+  copy_sources_.clear();
   emit_moves(plan);
   emit_probes(plan);
 }
@@ -153,6 +153,7 @@ void Scheduler::emit_rows(Plan& plan) {
   step.id = StepId{plan.step_id};
   step.rows.assign(prefill_rows_.begin(), prefill_rows_.end());
   step.rows.insert(step.rows.end(), decode_rows_.begin(), decode_rows_.end());
+  for (const auto& copy : plan.page_copies) step.copied.emplace_back(pool_, PageId{copy[0]});
 }
 
 void Scheduler::emit_row(const StepRow& row, Plan& plan) {

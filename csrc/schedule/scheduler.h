@@ -173,6 +173,7 @@ class Scheduler {
     StepId id;
     std::vector<StepRow> rows;
     std::vector<OwnedPages> replaced;  // duplicates the step may still read
+    std::vector<PageHold> copied;      // what it copies from: a load does not wait for the step
   };
   struct TableChange {
     RequestId request_id;
@@ -333,7 +334,7 @@ class Scheduler {
   std::array<Step, kMaxStepsInFlight> steps_;
   std::int32_t first_step_ = 0;
   std::int32_t num_steps_in_flight_ = 0;
-  std::vector<NodeRef> copy_sources_;  // of the last plan: kept until the next one is made
+  std::vector<NodeRef> copy_sources_;  // of the plan that is made: nobody evicts them meanwhile
   std::map<std::int64_t, Transfer> transfers_;
   std::map<std::int64_t, std::pair<std::int64_t, std::int32_t>> transfer_of_ticket_;
   std::map<PageHash, std::int64_t> loading_;   // pages on their way to L1, and by which transfer

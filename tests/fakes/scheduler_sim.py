@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,7 +81,10 @@ class ToyModel:
 
 @dataclass
 class Flight:
-    """A step the device has run and whose results the scheduler has not seen."""
+    """A step the device has run and whose results the scheduler has not seen.
+
+    A real device may run it as late as its results arrive: see `Device.check_outside`.
+    """
 
     step_id: int
     request_ids: list[int]
@@ -88,6 +92,8 @@ class Flight:
     tokens: list[list[int]]
     finished: list[int]
     failed: list[int]
+    touched: set[int]  # pages it reads, copies or writes
+    written: set[int]
 
 
 class Device:
@@ -101,6 +107,19 @@ class Device:
         self.page_table = np.full((config.max_slots, width), -1, np.int32)
         self.next_input_ids = np.full(config.max_slots, -1, np.int64)
         self.memory = np.zeros((config.num_pages, config.page_size), np.uint64)
+        self.flights: deque[Flight] = deque()
+
+    def check_outside(self, *, writes: Iterable[int] = (), reads: Iterable[int] = ()) -> None:
+        """Moves between tiers and other engines do not wait for the steps in flight, nor they."""
+        for flight in self.flights:
+            for page in writes:
+                assert page not in flight.touched, (
+                    f"page {page} is written from outside while step {flight.step_id} may use it"
+                )
+            for page in reads:
+                assert page not in flight.written, (
+                    f"page {page} is read from outside while step {flight.step_id} may write it"
+                )
 
     def apply_tables(self, plan: cpp.Plan) -> None:
         seen = set()
@@ -122,7 +141,7 @@ class Device:
         self.apply_tables(plan)
         self.copy_pages(plan)
         self.check_plan_shape(plan, jobs)
-        flight = Flight(plan.step_id, [], [], [], [], [])
+        flight = Flight(plan.step_id, [], [], [], [], [], *self.pages_of(plan))
         at = 0
         reads: list[tuple[Job, int, int, list[int]]] = []
         for r, request_id in enumerate(plan.row_request_ids.tolist()):
@@ -157,6 +176,18 @@ class Device:
         for job, slot, start, ids in reads:
             self.check_reads(job, slot, start, ids)
         return flight
+
+    def pages_of(self, plan: cpp.Plan) -> tuple[set[int], set[int]]:
+        """Of its step: (touched, written)."""
+        written = {place // self.page_size for place in plan.slot_mapping.tolist()}
+        touched = set(written)
+        for source, target, _ in plan.page_copies.tolist():
+            touched |= {source, target}
+            written.add(target)
+        ends = plan.row_starts + plan.row_lens
+        for slot, end in zip(plan.row_slots.tolist(), ends.tolist(), strict=True):
+            touched.update(self.page_table[slot, : -(-end // self.page_size)].tolist())
+        return touched, written
 
     def draft(self, states: list[int]) -> int:
         """A guess at the next token, right two times in three."""
@@ -220,6 +251,14 @@ class TierMover:
         self.waiting: list[tuple[list[int], bytes]] = []
         self.probes: list[tuple[int, list[bytes]]] = []
         self.num_by_kind = [0, 0, 0, 0]
+
+    def check_outside(self) -> None:
+        """No move under way meets a step in flight."""
+        moves = [move for move, _ in self.waiting]
+        self.device.check_outside(
+            writes=[target for _, _, _, _, tier, target in moves if tier == 1],
+            reads=[source for _, _, tier, source, _, _ in moves if tier == 1],
+        )
 
     def take(self, plan: cpp.Plan) -> None:
         for move, name in zip(plan.moves.tolist(), plan.move_hashes, strict=True):
@@ -302,7 +341,7 @@ class Harness:
         self.jobs: dict[int, Job] = {}
         self.live: set[int] = set()
         self.over: set[int] = set()  # aborted or failed, though a step may still be in flight
-        self.flights: deque[Flight] = deque()
+        self.flights = self.device.flights
         self.now_ms = 0
         self.next_id = 0
         self.fail_next: set[int] = set()
@@ -336,6 +375,12 @@ class Harness:
 
     def plan(self) -> cpp.Plan:
         """Plan and run a step; its results stay in flight."""
+        plan = self._plan_and_run()
+        if self.mover is not None:
+            self.mover.check_outside()
+        return plan
+
+    def _plan_and_run(self) -> cpp.Plan:
         plan = self.scheduler.next_plan(self.now_ms)
         self.plans += 1
         if self.mover is not None:
@@ -454,6 +499,7 @@ class Harness:
             state = mix(state, token)
             page = self.device.page_table[slot, position // self.config.page_size]
             if position >= start:
+                self.device.check_outside(writes=[int(page)])
                 self.device.memory[page, position % self.config.page_size] = state
         self.advance([cpp.RemotePrefill(request_id=request_id, ok=ok)])
 

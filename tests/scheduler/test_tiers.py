@@ -293,6 +293,48 @@ def run_at_random(seed: int) -> Harness:
     return harness
 
 
+@pytest.mark.parametrize("chunk", range(4))
+def test_no_load_and_no_other_engine_writes_where_a_step_in_flight_reads(chunk: int) -> None:
+    """Branches inside a page, in a pool that loads of whole prefixes empty, two steps under way.
+
+    A step copies the page it goes on from; that page may not be loaded into before it has run.
+    """
+    num_copies = num_loads = 0
+    for seed in range(chunk * 15, chunk * 15 + 15):
+        rng = random.Random(seed)
+        config = cpp.SchedulerConfig(
+            page_size=4,
+            num_pages=rng.choice([14, 20, 30]),
+            max_slots=4,
+            max_context_len=54,
+            token_budget=16,
+            num_l2_pages=400,
+        )
+        harness = Harness(config, ToyModel(), overlap=True)
+        mover = harness.mover = TierMover(config, harness.device, rng)
+        mover.delay = 0.3
+        stems = [random_tokens(rng, rng.randrange(4, 24)) for _ in range(3)]
+        for _ in range(300):
+            harness.now_ms += rng.choice([0, 1, 5])
+            if rng.random() < 0.35 and len(harness.live) < 20:
+                stem = rng.choice(stems)[: rng.randrange(1, 24)]
+                harness.submit(
+                    stem + random_tokens(rng, rng.randrange(1, 12)),
+                    rng.randrange(1, 19),
+                    priority=rng.randrange(2),
+                    remote_prefill=rng.random() < 0.1,
+                )
+            for request_id in [i for i in sorted(harness.remote) if rng.random() < 0.3]:
+                harness.end_remote(request_id, ok=True)
+            harness.step()
+            harness.check()
+        for request_id in sorted(harness.live):
+            harness.abort(request_id)
+        num_copies += harness.check()["page_copies"]
+        num_loads += mover.num_by_kind[LOAD_BACK]
+    assert num_copies > 300 and num_loads > 500
+
+
 def test_a_run_over_three_tiers_replays_on_mirrored_ranks_bit_for_bit() -> None:
     """What one rank recorded, moves and acks among it, four others repeat."""
     config = cpp.SchedulerConfig(
