@@ -116,7 +116,9 @@ class EngineLoop:
         Running requests end here, for the scheduler alone; their clients go on elsewhere.
         """
         while (result := self._executor.take()) is not None:
-            self._control.advance([commit(self._in_flight.popleft(), result).step_done])
+            step_done = commit(self._in_flight.popleft(), result).step_done
+            for ended in self._control.advance([step_done]):
+                self._desk.end(ended)
         self._control.finish_tiers(self._desk.all_live(), timeout_s)
 
     @property

@@ -135,7 +135,14 @@ class TierDesk:
         if num_acks == move.acks_seen and now_ms < min(move.look_at_ms, move.deadline_ms):
             return False
         move.acks_seen, move.look_at_ms = num_acks, now_ms + LOOK_EVERY_MS
-        num_pending = self._order(move)
+        try:
+            num_pending = self._order(move)
+        except ValueError as error:  # what the scheduler does not take costs its sender an answer
+            refusal = api.QueryRefused(
+                query_id=move.query_id, error_code="invalid_request", error_message=str(error)
+            )
+            self._outbox.reply(move.peer, refusal)
+            return True
         if num_pending and now_ms < move.deadline_ms:
             return False
         self._outbox.reply(
@@ -150,7 +157,9 @@ class TierDesk:
 
     def _order(self, move: _Move) -> int:
         """Have the prefix moved, or ask how far that is: pages that are not there yet."""
-        if self._plane is None and move.tier != "none":
+        plane = self._plane
+        is_nowhere = plane is None or (move.tier == "l3" and plane.transfers.store is None)
+        if is_nowhere and move.tier != "none":
             return 0  # there is nowhere to go
         result = self._scheduler.move(move.token_ids, move.tier, move.salt)
         return -(-result.tokens_pending // self._page_size)

@@ -7,6 +7,7 @@ The scripted model's KV is its token ids, so a page that came back wrong changes
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,7 @@ from engine.loop.control_plane import ControlPlane
 from engine.loop.heart import Keeper
 from engine.loop.outbox import Outbox
 from engine.loop.replay import read_log, replay
+from engine.loop.server import EngineServer
 from engine.loop.tier_plane import TierPlane
 from engine.transport import pack_ids
 from kvtiers.file_store import FileStore
@@ -232,6 +234,76 @@ def test_a_sampled_turn_is_in_l2_for_the_engine_that_comes_after(tmp_path: Path)
             serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, keeper=keeper), work)
     finally:
         os.close(fd)
+
+
+def test_what_ends_in_the_last_step_before_a_stop_is_in_l2_for_the_engine_that_comes_after(
+    tmp_path: Path,
+) -> None:
+    """Its result comes when the loop turns no more; the rest, still running, goes down too."""
+    fd = make_region_fd()
+    runner = make_runner(64)
+    runner.hold_at = 1
+    prompts = [prompt_of(seed, 21) for seed in range(2)]
+
+    def prepare(server: EngineServer) -> None:
+        close = server._executor.close
+
+        def close_with_the_step_under_way() -> None:
+            runner.gate.set()
+            close()
+
+        server._executor.close = close_with_the_step_under_way  # type: ignore[method-assign]
+
+    async def before() -> None:
+        client = EngineClient(engine.socket_path)
+        await client.start()
+        await client.wait_ready(20)
+        tasks = [asyncio.create_task(run(client, make_request("a", prompts[0], 2)))]
+        tasks.append(asyncio.create_task(run(client, make_request("b", prompts[1], 30))))
+        while not runner.is_held:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(engine.stop)
+        for task in tasks:
+            task.cancel()
+        await client.close()
+
+    async def after(client: EngineClient) -> None:
+        assert [(await client.query_prefix(prompt)).l2 for prompt in prompts] == [20, 20]
+
+    keeper = Keeper(l2_fd=fd)
+    try:
+        options = {"token_budget": 64, "keeper": keeper}
+        engine = LiveEngine(str(tmp_path), runner, prepare=prepare, **options)  # type: ignore[arg-type]
+        with engine:
+            asyncio.run(before())
+        assert engine.error is None
+        serve(LiveEngine(str(tmp_path), make_runner(64), **options), after)  # type: ignore[arg-type]
+    finally:
+        os.close(fd)
+
+
+def test_a_move_to_a_store_that_is_not_there_says_where_the_prefix_is(tmp_path: Path) -> None:
+    async def work(client: EngineClient) -> None:
+        prompt = prompt_of(1, 33)
+        await ask(client, "a", prompt, 1)
+        moved = await client.move_prefix(pack_ids(prompt), "l3")
+        assert moved.num_pending == 0 and moved.cache == api.CacheHit(l1=33)
+        await ask(client, "b", prompt, 1)
+
+    serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64), work)
+
+
+@pytest.mark.parametrize("tier", ["l1", "l2", "l3", "none"])
+def test_a_move_of_ids_that_no_token_has_is_answered_and_the_engine_goes_on(
+    tmp_path: Path, tier: str
+) -> None:
+    async def work(client: EngineClient) -> None:
+        for ids in ([], [-5] * 9, [1 << 30] * 9):
+            with contextlib.suppress(QueryRefusedError):
+                assert (await client.move_prefix(pack_ids(ids), tier)).num_pending == 0
+        await ask(client, "a", prompt_of(1, 9), 1)
+
+    serve(LiveEngine(str(tmp_path), make_runner(), store=make_store()), work)
 
 
 @pytest.mark.parametrize("tier", ["l4", ""])

@@ -36,7 +36,7 @@ def spell(text: str) -> list[int]:
 
 
 class LiveEngine:
-    """A context manager; `stop` drains for `drain_s`."""
+    """A context manager; `stop` drains for `drain_s`. `prepare` sees the server before it runs."""
 
     def __init__(
         self,
@@ -55,13 +55,17 @@ class LiveEngine:
         speculation: str = "none",
         keeper: Keeper | None = None,
         store: Store | None = None,
+        max_draft_tokens: int = 8,
+        prepare: Callable[[EngineServer], None] = lambda server: None,
     ) -> None:
+        self._prepare = prepare
         self.config = EngineConfig(
             run_dir=run_dir,
             max_slots=max_slots,
             token_budget=token_budget,
             page_size=runner.page_size,
             speculation=speculation,
+            max_draft_tokens=max_draft_tokens,
             grammar=grammar if grammar is not None else GrammarConfig(),
             scheduler=SchedulerLimits(
                 max_waiting=max_waiting,
@@ -105,6 +109,7 @@ class LiveEngine:
             keeper=self._keeper,
             store=self._store,
         )
+        self._prepare(self.server)
         self._thread = threading.Thread(target=self._run, name="live-engine", daemon=True)
         self._thread.start()
         return self

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LateRunner: a ScriptedRunner whose steps run when a device would, long after their launch.
+
+Steps are queued to a thread, as to a stream, and their results are waited for elsewhere; each step
+waits for a random time first. It can draft: its guesses are right two times in three.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.execution.batch import ForwardBatch
+from engine.execution.host_launcher import HostLauncher
+from engine.execution.steps import Launcher, Step, StepResult
+from kvtiers.device_memory import DeviceMemory
+from tests.fakes.scripted_runner import Script, ScriptedRunner
+
+
+class LateRunner(ScriptedRunner):
+    """`delay_s` draws how long a step waits; `drafts`: as a model that drafts does."""
+
+    def __init__(
+        self, script: Script, *, delay_s: Callable[[], float], drafts: bool, **sizes: Any
+    ) -> None:
+        super().__init__(script, **sizes)
+        self._delay_s = delay_s
+        self.can_draft = drafts
+        self._histories: list[list[int]] = []
+
+    def step_launcher(self) -> Launcher:
+        return LateLauncher(self)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        time.sleep(self._delay_s())
+        return super().forward(batch)
+
+    def _write(self, batch: ForwardBatch) -> list[list[int]]:
+        self._histories = super()._write(batch)
+        return self._histories
+
+    def draft(self, batch: ForwardBatch, next_ids: torch.Tensor) -> torch.Tensor:
+        """int32 [S]."""
+        assert int(next_ids.min()) >= 0, "a token whose follower nobody knows"
+        guesses = []
+        for row in batch.sample_rows.tolist():
+            followed = [*self._histories[row], int(next_ids[int(batch.row_indptr[row + 1]) - 1])]
+            is_right = zlib.crc32(np.asarray(followed, np.int32).tobytes()) % 3
+            guesses.append(int(self._script(followed).argmax()) if is_right else 5)
+        return torch.tensor(guesses, dtype=torch.int32)
+
+
+class LateLauncher:
+    """A stream: steps run in order, on a thread of their own."""
+
+    is_async = True
+
+    def __init__(self, runner: ScriptedRunner) -> None:
+        self._inner = HostLauncher(runner)
+        self._stream = ThreadPoolExecutor(1, thread_name_prefix="late-device")
+
+    def launch(self, step: Step) -> Callable[[], StepResult]:
+        def work() -> StepResult:
+            with torch.inference_mode():
+                return self._inner.launch(step)()
+
+        return self._stream.submit(work).result
+
+
+class LaggingMemory:
+    """L1 whose copies take a random time, before and after the bytes are moved."""
+
+    def __init__(self, memory: DeviceMemory, delay_s: Callable[[], float]) -> None:
+        self.kind = memory.kind
+        self._memory = memory
+        self._delay_s = delay_s
+
+    def read(self, pages: Sequence[int], into: Sequence[NDArray[np.uint8]]) -> None:
+        self._lag(lambda: self._memory.read(pages, into))
+
+    def write(self, pages: Sequence[int], bodies: Sequence[NDArray[np.uint8]]) -> None:
+        self._lag(lambda: self._memory.write(pages, bodies))
+
+    def _lag(self, copy: Callable[[], None]) -> None:
+        time.sleep(self._delay_s())
+        copy()
+        time.sleep(self._delay_s())
+
+
+class Delays:
+    """Draws times; any thread may."""
+
+    def __init__(self, seed: int, choices: Sequence[float]) -> None:
+        self._rng = random.Random(seed)
+        self._lock = threading.Lock()
+        self._choices = choices
+
+    def __call__(self) -> float:
+        with self._lock:
+            return self._rng.choice(self._choices) * self._rng.random()
