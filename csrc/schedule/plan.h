@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one step does, as contiguous arrays. T tokens, R rows (prefill rows first).
+// What one step does, as contiguous arrays. T tokens, R rows (prefill rows first). A plan without
+// rows is no step, but its page deltas count: they are due before those of the next one.
 #pragma once
 
 #include <array>

@@ -80,11 +80,18 @@ class BatchBuilder:
     def __init__(self, *, max_slots: int, max_context_len: int, page_size: int) -> None:
         num_pages = -(-max_context_len // page_size) + 1
         self._page_table = torch.zeros((max_slots, num_pages), dtype=torch.int32)
+        self._kept: list[Ints] = []  # deltas of plans without rows
+
+    def keep_deltas(self, plan: Plan) -> None:
+        """Keep the deltas of a plan that has no rows: they are due before the next step's."""
+        if len(plan.page_deltas):
+            self._kept.append(np.array(plan.page_deltas, dtype=np.int32))
 
     def build(
         self, plan: Plan, rows: ModelRows | None = None, behind: Sequence[int] | None = None
     ) -> tuple[ForwardBatch, NDArray[np.int32]]:
-        """The tensors of `plan`, and its page table deltas [D, 3] (slot, index, page).
+        """The tensors of `plan`, and page table deltas [D, 3] (slot, index, page), no pair twice:
+        its own, and those kept of plans before it.
 
         Args:
             rows: what `model_rows` made of the plan with drafts.
@@ -123,7 +130,17 @@ class BatchBuilder:
             page_copies=parts[7].view(-1, 3),
             next_ids=None if behind is None else _next_ids(rows.input_ids, indptr, behind),
         )
-        return batch, np.array(plan.page_deltas, dtype=np.int32)
+        return batch, self._take_deltas(plan)
+
+    def _take_deltas(self, plan: Plan) -> Ints:
+        own = np.array(plan.page_deltas, dtype=np.int32)
+        if not self._kept:
+            return own
+        # A device writes them in any order, so of a pair that is there twice the last counts.
+        deltas = np.concatenate([*self._kept, own])[::-1]
+        self._kept.clear()
+        _, first = np.unique(deltas[:, :2], axis=0, return_index=True)
+        return np.ascontiguousarray(deltas[first])
 
 
 def _next_ids(input_ids: Ints, indptr: Ints, behind: Sequence[int]) -> torch.Tensor:

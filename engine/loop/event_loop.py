@@ -139,6 +139,7 @@ class EngineLoop:
         for admission in plan.admissions:
             self._speculation.begin(self._desk.admit(admission))
         if plan.step_id < 0:
+            self._builder.keep_deltas(plan)
             return False
         requests = [self._desk.live(index) for index in plan.row_request_ids.tolist()]
         granted = self._speculation.grant(plan, requests)

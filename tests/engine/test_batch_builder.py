@@ -65,3 +65,18 @@ def test_all_steps_share_one_page_table() -> None:
     first, _ = builder.build(make_plan())
     second, _ = builder.build(make_plan())
     assert first.page_table is second.page_table
+
+
+def test_page_deltas_of_plans_without_rows_are_due_before_the_next_step() -> None:
+    builder = BatchBuilder(max_slots=3, max_context_len=16, page_size=4)
+    plan = make_plan()
+    plan.page_deltas = np.array([[1, 0, 3], [2, 1, 4]], dtype=np.int32)
+    builder.keep_deltas(plan)
+    plan.page_deltas = np.array([[1, 0, 7], [1, 2, 8]], dtype=np.int32)
+    builder.keep_deltas(plan)
+    plan.page_deltas[:] = 99
+    _, deltas = builder.build(make_plan())
+    # A pair that comes twice: the last counts, and it is there once.
+    assert sorted(deltas.tolist()) == [[0, 0, 6], [1, 0, 7], [1, 2, 8], [2, 1, 5]]
+    _, deltas = builder.build(make_plan())
+    assert deltas.tolist() == [[2, 1, 5], [0, 0, 6]]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -153,6 +154,32 @@ def test_random_loads_with_aborts_and_retractions_get_the_tokens_of_a_plain_loop
         assert stats["draft_tokens_accepted"] > 0
 
     serve(_engine(tmp_path, runner, "ngram"), work)
+
+
+def test_requests_that_say_the_same_side_by_side_keep_each_page_once_and_read_their_own(
+    tmp_path: Path,
+) -> None:
+    """Their tables are switched to the page that is kept while all of them wait for results.
+
+    So a plan without rows switches them; without that they would go on in pages that are free.
+    """
+    for seed in (1, 6, 9):
+        rng = random.Random(seed)
+        script = repeating_script(VOCAB, period=rng.choice([2, 3, 5]))
+        runner = ScriptedRunner(script, vocab_size=VOCAB, num_pages=100, max_context_len=200)
+        prompt = [rng.randrange(3, VOCAB) for _ in range(6)] * 2
+        want = expected_tokens(script, prompt, 100, banned_ids=BANNED)
+
+        async def work(
+            client: EngineClient, prompt: list[int] = prompt, want: list[int] = want
+        ) -> None:
+            request = make_request("a", prompt, 100, sampling={"ignore_eos": True})
+            same = msgspec.structs.replace(request, request_id="b")
+            for result in await asyncio.gather(run(client, request), run(client, same)):
+                assert result.ids == want
+
+        engine = LiveEngine(str(tmp_path / str(seed)), runner, token_budget=64, speculation="ngram")
+        serve(engine, work)
 
 
 def test_a_turn_goes_on_over_the_cached_pages_of_one_that_had_drafts(tmp_path: Path) -> None:
