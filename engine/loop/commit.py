@@ -93,6 +93,8 @@ def commit(step: DispatchedStep, result: StepResult) -> Committed:
         first_sample = next_sample
         next_sample += (1 + len(drafts)) if step.samples[row] else 0
         if request.outcome is not None:
+            # It was aborted, say: the scheduler keeps what KV it still computed, if that is sound.
+            failed[row] = _has_failed(result, first_sample if step.samples[row] else None)
             continue
         if result.error is not None:
             request.outcome = failure("step_failed", f"the step failed: {result.error}")
@@ -159,6 +161,13 @@ def _take(
         )
         messages.append((request, tokens))
     return taken
+
+
+def _has_failed(result: StepResult, sample: int | None) -> bool:
+    """Whether the KV of a row is worth nothing; `sample`: its first one."""
+    if result.error is not None or result.sampled is None or sample is None:
+        return result.error is not None
+    return int(result.sampled.token_ids[sample]) < 0
 
 
 def _guess(sampled: Sampled | None, sample: int) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 
 from engine import api
@@ -19,6 +21,7 @@ from engine.loop.server import WakeSignal
 from engine.sampling.params import RowSampling, uniform
 from engine.sampling.sampler import draw
 from engine.transport import decode_outputs, encode_input, endpoint, pack_ids
+from tests.fakes.late_runner import HarshRunner
 from tests.fakes.live_engine import EOS, Collected, LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner, expected_tokens, hashed_script
 
@@ -325,6 +328,37 @@ def test_a_step_that_raises_fails_its_rows_and_the_next_ones_run(tmp_path: Path)
             hashed_script(VOCAB), prompt_of(1, 4), 10, stop_ids=[EOS], banned_ids=CONTROL
         )
         assert again.ids == want
+
+    serve(LiveEngine(str(tmp_path), runner), work)
+
+
+@pytest.mark.parametrize("how", ["the step raises", "its logits are NaN"])
+def test_what_fails_under_an_aborted_request_enters_no_cache(tmp_path: Path, how: str) -> None:
+    """What an aborted request still computed is kept, but not what went wrong meanwhile."""
+    script, prompt = hashed_script(VOCAB), prompt_of(1, 9)
+    is_bad = [True]
+
+    def poisoned(history: Sequence[int]) -> torch.Tensor:
+        logits = script(history)
+        return logits * torch.nan if is_bad[0] and "NaN" in how else logits
+
+    runner = HarshRunner(poisoned, vocab_size=VOCAB, delay_s=lambda: 0.0, drafts=False)
+    runner.hold_at = 0
+    runner.bad_steps = {1} if "raises" in how else set()
+
+    async def work(client: EngineClient) -> None:
+        task = asyncio.create_task(run(client, make_request("gone", prompt, 10)))
+        while not runner.is_held:
+            await asyncio.sleep(0.001)
+        await client.abort("gone")
+        await client.stats()  # it is aborted by now
+        runner.gate.set()
+        result = await task
+        assert result.finished is not None and result.finished.reason == "aborted"
+        assert (await client.query_prefix(prompt)).l1 == 0
+        is_bad[0] = False
+        again = await run(client, make_request("again", prompt, 10))
+        assert again.ids == expected_tokens(script, prompt, 10, stop_ids=[EOS], banned_ids=CONTROL)
 
     serve(LiveEngine(str(tmp_path), runner), work)
 

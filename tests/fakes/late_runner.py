@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LateRunner: a ScriptedRunner whose steps run when a device would, long after their launch.
+"""ScriptedRunners that are as hard on an engine as a device is, and copies that take their time.
 
-Steps are queued to a thread, as to a stream, and their results are waited for elsewhere; each step
-waits for a random time first. It can draft: its guesses are right two times in three.
+    HarshRunner   steps take a random time, may fail and leave rubbish behind; drafts if asked to
+    LateRunner    runs them long after their launch, as a stream does
+
+Drafts are right two times in three.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from engine.execution.steps import Launcher, Step, StepResult
 from kvtiers.device_memory import DeviceMemory
 from tests.fakes.scripted_runner import Script, ScriptedRunner
 
+RUBBISH = 5  # a token
 
-class LateRunner(ScriptedRunner):
+
+class HarshRunner(ScriptedRunner):
     """`delay_s` draws how long a step waits; `drafts`: as a model that drafts does."""
 
     def __init__(
@@ -35,14 +39,18 @@ class LateRunner(ScriptedRunner):
         super().__init__(script, **sizes)
         self._delay_s = delay_s
         self.can_draft = drafts
+        self.bad_steps: set[int] = set()
         self._histories: list[list[int]] = []
 
-    def step_launcher(self) -> Launcher:
-        return LateLauncher(self)
-
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """A step that fails has written something else, and steps behind it go on from there."""
         time.sleep(self._delay_s())
-        return super().forward(batch)
+        logits = super().forward(batch)
+        if self.num_steps in self.bad_steps:
+            self._kv[batch.slot_mapping.long()] = RUBBISH
+            self.next_input_ids[batch.row_slots.long()] = RUBBISH
+            raise RuntimeError("this step was told to fail")
+        return logits
 
     def _write(self, batch: ForwardBatch) -> list[list[int]]:
         self._histories = super()._write(batch)
@@ -57,6 +65,13 @@ class LateRunner(ScriptedRunner):
             is_right = zlib.crc32(np.asarray(followed, np.int32).tobytes()) % 3
             guesses.append(int(self._script(followed).argmax()) if is_right else 5)
         return torch.tensor(guesses, dtype=torch.int32)
+
+
+class LateRunner(HarshRunner):
+    """Brings its own launcher."""
+
+    def step_launcher(self) -> Launcher:
+        return LateLauncher(self)
 
 
 class LateLauncher:
