@@ -8,8 +8,8 @@ device; or there one kernel a batch. Both calls return when the bytes are there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -97,6 +97,19 @@ class CudaLane:
         self._done.synchronize()
 
 
+@contextmanager
+def _finished(lane: Lane) -> Iterator[None]:
+    """Queue work on a lane; on the way out it is done, also where something was raised.
+
+    Whoever hears of a failed move gives its page to somebody else.
+    """
+    try:
+        with lane.entered():
+            yield
+    finally:
+        lane.finish()
+
+
 class CopiedMemory:
     """L1 on a GPU. Copies run beside the compute stream, at full speed where L2 is pinned.
 
@@ -111,17 +124,15 @@ class CopiedMemory:
 
     def read(self, pages: Sequence[int], into: Bodies) -> None:
         """Asynchronous copies, then one wait."""
-        with self._lane.entered():
+        with _finished(self._lane):
             for page, body in zip(pages, into, strict=True):
                 torch.from_numpy(body).copy_(self._pages[page], non_blocking=True)
-        self._lane.finish()
 
     def write(self, pages: Sequence[int], bodies: Bodies) -> None:
         """Asynchronous copies, then one wait."""
-        with self._lane.entered():
+        with _finished(self._lane):
             for page, body in zip(pages, bodies, strict=True):
                 self._pages[page].copy_(torch.from_numpy(body), non_blocking=True)
-        self._lane.finish()
 
 
 class GatheredMemory:
@@ -153,7 +164,6 @@ class GatheredMemory:
         if not pages:
             return
         rows = [(body.ctypes.data - self._start) // self._width for body in bodies]
-        with self._lane.entered():
+        with _finished(self._lane):
             where = torch.tensor([list(pages), rows], dtype=torch.int32).to(self._pages.device)
             move_pages(self._pages, where[0], self._slots, slots=where[1], is_out=is_out)
-        self._lane.finish()

@@ -199,6 +199,8 @@ class TransferEngine:
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        if not any(thread.is_alive() for thread in self._threads):
+            self.pool.region.unpin()
 
     # The threads' side --------------------------------------------------------------------
 

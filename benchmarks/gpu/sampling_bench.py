@@ -91,7 +91,7 @@ def bench() -> Iterator[dict[str, Any]]:
                     )
                     us = round(time_calls_us([call] * 4), 1)
                     case = {"kind": kind, "spread": spread, **sized, "us": us}
-                    yield {"op": "draw_tokens", "kernel": "triton_candidates", **case}
+                    yield {"op": "draw_tokens", "kernel": "triton_search", **case}
             case_of = _case(num, vocab, "top_p", 3.0, "cuda")
             plain = functools.partial(reference_draw.draw_tokens, *case_of)
             us = round(time_calls_us([plain] * 2), 1)

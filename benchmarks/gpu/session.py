@@ -38,7 +38,6 @@ TINY_SERVER = (
     "-m benchmarks.gpu.engine --shape tiny --weights bf16 --cases 1x300x2,2x200x2 --new 20"
     " --output 8 --set engine.kv_dtype=auto --set engine.dtype=float32"
 )
-PAIR = "--kv-dtype fp8 --kernels mla_output=three_launches_pair,mla_decode=gluon_hopper_fp8_pair"
 DRAWS = "--temperature 0.8 --top-p 0.95"
 # 16 sessions of 32K tokens over a pool of a quarter of that, the rest in host memory.
 TIERS = (
@@ -86,13 +85,6 @@ PARTS = (
         dry=f"{TINY_STEPS} --only decode",
     ),
     Part(
-        name="steps_fp8_pair",
-        half="first",
-        limit_s=80,
-        command=f"{STEPS} {PAIR}",
-        dry=f"{TINY_STEPS} --only decode --kernels argmax=reference",
-    ),
-    Part(
         name="steps_draws",
         half="first",
         limit_s=80,
@@ -103,7 +95,7 @@ PARTS = (
         name="steps_draws_trial",
         half="first",
         limit_s=80,
-        command=f"{STEPS} {DRAWS} --kernels draw_tokens=triton_candidates",
+        command=f"{STEPS} {DRAWS} --kernels draw_tokens=triton_search",
         dry=f"{TINY_STEPS} --only decode {DRAWS} --kernels draw_tokens=reference",
     ),
     Part(

@@ -11,19 +11,24 @@ import torch
 from kernels._triton import triton
 from kernels.registry import Priority, register_kernel
 from kernels.triton.draw_rows import (
-    draw_candidates_kernel,
+    PASSES,
+    TRIALS,
     draw_choose_kernel,
+    draw_masses_kernel,
     draw_peaks_kernel,
+    draw_search_kernel,
+    draw_weights_kernel,
 )
+from kernels.triton.mla import use_pdl
 
 PIECES = 32  # programs of a row
-ROOM = 256  # candidates of a piece
+MIN_BLOCK = 128
 
 
-# Compiled for sm_90, not yet run on one.
+# Not yet measured: only an override chooses it.
 @register_kernel(
     "draw_tokens",
-    "triton_candidates",
+    "triton_search",
     priority=Priority.TRIAL,
     device="cuda",
     formats={"logits": {"fp32"}},
@@ -36,61 +41,47 @@ def draw_tokens(
     min_p: torch.Tensor,
     chance: torch.Tensor,
     pieces: int = PIECES,
-    room: int = ROOM,
 ) -> torch.Tensor:
-    """Three launches; scratch of 64 KB a row."""
+    """Sixteen launches; scratch of 0.5 MB a row. Passes of a cut that no row has end at once."""
     num, vocab = logits.shape
-    device = logits.device
-    peaks = torch.empty(num, pieces, dtype=torch.float32, device=device)
-    places = torch.empty(num, pieces, dtype=torch.int32, device=device)
-    masses = torch.empty(num, 2, pieces, dtype=torch.float64, device=device)
-    counts = torch.empty(num, pieces, dtype=torch.int32, device=device)
-    weights = torch.empty(num, pieces, room, dtype=torch.float32, device=device)
-    ids = torch.empty(num, pieces, room, dtype=torch.int32, device=device)
-    out = torch.empty(num, dtype=torch.int32, device=device)
-    block = min(1024, triton.next_power_of_2(triton.cdiv(vocab, pieces)))
+    block = max(MIN_BLOCK, min(1024, triton.next_power_of_2(triton.cdiv(vocab, pieces))))
     steps = triton.cdiv(vocab, pieces * block)
-    stride = logits.stride(0)
-    draw_peaks_kernel[(num, pieces)](
-        logits, peaks, places, vocab, stride, PIECES=pieces, BLOCK=block, STEPS=steps, num_warps=4
-    )
-    draw_candidates_kernel[(num, pieces)](
-        logits,
-        temperature,
-        min_p,
-        peaks,
-        masses,
-        counts,
-        weights,
-        ids,
-        vocab,
-        stride,
-        PIECES=pieces,
-        BLOCK=block,
-        STEPS=steps,
-        ROOM=room,
-        num_warps=4,
+    passes, trials = PASSES.value, TRIALS.value
+
+    def scratch(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(num, *shape, dtype=dtype, device=logits.device)
+
+    peaks, places = scratch(torch.float32, pieces), scratch(torch.int32, pieces)
+    weights = scratch(torch.float32, pieces * steps * block)
+    k_sums, p_sums = (scratch(torch.float64, passes, pieces, trials) for _ in range(2))
+    k_lows, p_lows = (scratch(torch.int32, passes + 1) for _ in range(2))
+    least, masses = scratch(torch.float32), scratch(torch.float64, pieces)
+    out = scratch(torch.int32)
+    pdl = use_pdl(logits.device)
+    sizes = {"PIECES": pieces, "BLOCK": block, "STEPS": steps, "USE_PDL": pdl, "num_warps": 4}
+    sizes |= {"launch_pdl": True} if pdl else {}
+    grid, stride = (num, pieces), logits.stride(0)
+    cuts = (k_sums, k_lows, p_sums, p_lows)
+    draw_peaks_kernel[grid](logits, peaks, places, vocab, stride, **sizes)
+    draw_weights_kernel[grid](logits, temperature, peaks, weights, vocab, stride, **sizes)
+    for by_count in (True, False):
+        for number in range(passes):
+            draw_search_kernel[grid](
+                temperature,
+                top_k,
+                top_p,
+                peaks,
+                weights,
+                *cuts,
+                vocab,
+                number,
+                BY_COUNT=by_count,
+                **sizes,
+            )
+    draw_masses_kernel[grid](
+        temperature, top_k, top_p, min_p, peaks, weights, *cuts, least, masses, vocab, **sizes
     )
     draw_choose_kernel[(num,)](
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        chance,
-        peaks,
-        places,
-        masses,
-        counts,
-        weights,
-        ids,
-        out,
-        vocab,
-        stride,
-        PIECES=pieces,
-        BLOCK=block,
-        STEPS=steps,
-        ROOM=room,
-        num_warps=8,
+        temperature, chance, peaks, places, weights, least, masses, out, **sizes
     )
     return out

@@ -74,32 +74,6 @@ def attend_fp8(
     rows = workspace.q_len * workspace.num_heads
     num_columns = 16 if rows <= 16 else 32
     stages = 2 if num_columns == 16 else 1  # what shared memory has room for
-    batch = (page_table, row_slots, seq_lens)
-    return _launch_fp8(
-        mla_decode_fp8_kernel,
-        (num_columns, stages),
-        q,
-        kv_pool_layer,
-        batch,
-        softmax_scale,
-        latent_dim,
-        workspace,
-    )
-
-
-def _launch_fp8(
-    kernel: Any,
-    shape: tuple[int, int],
-    q: torch.Tensor,
-    kv_pool_layer: torch.Tensor,
-    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    softmax_scale: float,
-    latent_dim: int,
-    workspace: MlaWorkspace,
-) -> torch.Tensor:
-    """`shape`: query rows of a tile, stages of coded KV. `batch`: page table, slots, lengths."""
-    num_columns, stages = shape
-    page_table, row_slots, seq_lens = batch
     width = q.shape[-1]
     planes = latent_planes(kv_pool_layer, latent_dim, width - latent_dim)
     last_page = kv_pool_layer.shape[0] - 1
@@ -108,7 +82,7 @@ def _launch_fp8(
     out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
     pdl = not workspace.plan_is_fresh  # see attend_hopper
     workspace.plan_is_fresh = False
-    kernel[(workspace.num_parts,)](
+    mla_decode_fp8_kernel[(workspace.num_parts,)](
         _boxes(q, q.shape[0] * q.shape[1], width, num_columns, latent_dim // 2, 16),
         _boxes(q, q.shape[0] * q.shape[1], width, num_columns, 64, 16),
         _boxes(kv_pool_layer, last_page * page_rows + TILE, latent_dim, TILE, 128, 8),
@@ -138,65 +112,6 @@ def _launch_fp8(
         launch_pdl=pdl,
     )
     return out
-
-
-def refuse_pair(call: CallSignature) -> str | None:
-    if int(call.trait("query_rows")) > 16:
-        return f"a row has {call.trait('query_rows')} query tokens times heads, it takes up to 16"
-    return refuse_fp8(call)
-
-
-# Not yet measured: only an override chooses it.
-@register_kernel(
-    "mla_decode",
-    "gluon_hopper_fp8_pair",
-    priority=Priority.TRIAL,
-    device="cuda",
-    min_sm=(9, 0),
-    formats={"q": {"bf16"}, "kv": {"fp8_planes"}},
-    refuses=refuse_pair,
-)
-def decode_fp8_pair(
-    q: torch.Tensor,
-    kv_pool_layer: torch.Tensor,
-    page_table: torch.Tensor,
-    row_slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    latent_dim: int,
-    workspace: MlaWorkspace,
-) -> torch.Tensor:
-    """As decode_fp8, with two computing warpgroups."""
-    out = attend_fp8_pair(
-        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, latent_dim, workspace
-    )
-    merge(out, workspace, row_slots.shape[0], True)
-    return out
-
-
-def attend_fp8_pair(
-    q: torch.Tensor,
-    kv_pool_layer: torch.Tensor,
-    page_table: torch.Tensor,
-    row_slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    latent_dim: int,
-    workspace: MlaWorkspace,
-) -> torch.Tensor:
-    """As attend_hopper."""
-    from kernels.triton.mla_decode_fp8_pair import mla_decode_fp8_pair_kernel
-
-    return _launch_fp8(
-        mla_decode_fp8_pair_kernel,
-        (16, 7),
-        q,
-        kv_pool_layer,
-        (page_table, row_slots, seq_lens),
-        softmax_scale,
-        latent_dim,
-        workspace,
-    )
 
 
 def _boxes(

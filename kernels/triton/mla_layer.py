@@ -20,7 +20,7 @@ from kernels.triton.mla_decode_parts import (
     mla_expand_pages_kernel,
     mla_merge_values_kernel,
 )
-from kernels.triton.mla_fp8 import attend_fp8, attend_fp8_pair, refuse_fp8, refuse_pair
+from kernels.triton.mla_fp8 import attend_fp8, refuse_fp8
 
 # Slices of the latent whose values the output projection sums: each costs it another read.
 VALUE_PARTS = 4
@@ -156,10 +156,6 @@ def _refuse_output(call: CallSignature) -> str | None:
     return refuse_rows(call) or (refuse_fp8(call) if takes_planes else refuse_hopper(call))
 
 
-def _refuse_output_pair(call: CallSignature) -> str | None:
-    return _refuse_output(call) or refuse_pair(call)
-
-
 @register_kernel(
     "mla_output",
     "three_launches",
@@ -197,58 +193,7 @@ def mla_output(
         workspace.latent_dim,
         workspace,
     )
-    return _behind(attended, row_slots.shape[0], workspace, w_uv, out_weight, residual)
-
-
-# Not yet measured: only an override chooses it.
-@register_kernel(
-    "mla_output",
-    "three_launches_pair",
-    priority=Priority.TRIAL,
-    device="cuda",
-    min_sm=(9, 0),
-    formats={
-        "q": {"bf16"},
-        "kv": {"fp8_planes"},
-        "weight": {"bf16", "nvfp4", "mxfp4", "mxint4", "fp8_block"},
-    },
-    refuses=_refuse_output_pair,
-)
-def mla_output_pair(
-    q: torch.Tensor,
-    kv_pool_layer: torch.Tensor,
-    page_table: torch.Tensor,
-    row_slots: torch.Tensor,
-    seq_lens: torch.Tensor,
-    softmax_scale: float,
-    workspace: MlaWorkspace,
-    w_uv: torch.Tensor,
-    out_weight: RowWeight,
-    residual: torch.Tensor,
-) -> torch.Tensor:
-    """The same over fp8 planes, with two computing warpgroups."""
-    attended = attend_fp8_pair(
-        q,
-        kv_pool_layer,
-        page_table,
-        row_slots,
-        seq_lens,
-        softmax_scale,
-        workspace.latent_dim,
-        workspace,
-    )
-    return _behind(attended, row_slots.shape[0], workspace, w_uv, out_weight, residual)
-
-
-def _behind(
-    attended: torch.Tensor,
-    num_rows: int,
-    workspace: MlaWorkspace,
-    w_uv: torch.Tensor,
-    out_weight: RowWeight,
-    residual: torch.Tensor,
-) -> torch.Tensor:
-    values = merge_values(attended, workspace, num_rows, w_uv)
+    values = merge_values(attended, workspace, row_slots.shape[0], w_uv)
     if values.dim() == 2:
         return linear_add(values, out_weight, residual)
     return linear_of_parts(values, out_weight, residual)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,18 @@ def test_a_row_has_the_same_bits_alone_and_in_batches(tmp_path: Path, dtype: str
 
 
 def test_fp32_of_fixed_order_is_near_the_host(tmp_path: Path) -> None:
-    write_tiny_deepseek(tmp_path, **GPU_SHAPE)
+    # A checkpoint, as random weights are other ones on each kind of device.
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    settings = json.loads((write_tiny_deepseek(tmp_path, **GPU_SHAPE) / "config.json").read_text())
+    torch.manual_seed(0)
+    DeepseekV3ForCausalLM(DeepseekV3Config(**settings)).save_pretrained(tmp_path / "plain")
     found = []
     for device in ("cpu", "cuda"):
         config = EngineConfig(
-            model=str(tmp_path),
-            load_format="dummy",
+            model=str(tmp_path / "plain"),
             device=device,
+            dtype="float32",
             deterministic=True,
             max_slots=4,
             token_budget=512,

@@ -226,7 +226,6 @@ def test_the_greedy_choice_is_the_reference() -> None:
         ("gluon_hopper_fp8", 2),
         ("triton", 1),
         ("triton", 4),
-        ("gluon_hopper_fp8_pair", 1),
     ],
 )
 def test_decode_over_fp8_planes_agrees_with_the_reference(

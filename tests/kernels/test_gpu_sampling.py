@@ -27,16 +27,16 @@ def test_draws_are_those_of_the_reference(spread: float) -> None:
     for seed in range(8):
         case = tuple(part.cuda() for part in draw_case(_VOCAB, spread, seed))
         found = {}
-        for name in ("reference", "triton_candidates"):
+        for name in ("reference", "triton_search"):
             with override("draw_tokens", name):
                 found[name] = draw_tokens(*case)
-        wrong += int((found["reference"] != found["triton_candidates"]).sum())
+        wrong += int((found["reference"] != found["triton_search"]).sum())
     assert wrong <= 1, f"{wrong} of {8 * len(ROWS)} draws"
 
 
 def test_a_row_draws_the_same_alone_and_among_others() -> None:
     case = tuple(part.cuda() for part in draw_case(_VOCAB, 1.0, 5))
-    with override("draw_tokens", "triton_candidates"):
+    with override("draw_tokens", "triton_search"):
         together = draw_tokens(*case).tolist()
         alone = [
             draw_tokens(*(part[row : row + 1] for part in case)).item() for row in range(len(ROWS))

@@ -59,7 +59,7 @@ def test_interpreted_kernels_of_a_decode_step_agree_with_their_references() -> N
 
 
 def test_interpreted_sampling_kernels_choose_what_their_references_choose() -> None:
-    checks = ["candidates", "flat", "broken", "edit"]  # `ends`, `ties`, `no_room` by hand: seconds
+    checks = ["spread", "flat", "broken", "edit"]  # `ends`, `ties`, `long_pieces` by hand: seconds
     out = _run("tests.kernels.triton_sampling_interpreted", checks, TRITON_INTERPRET="1")
     assert out.count("ok ") == len(checks)
 
@@ -79,7 +79,6 @@ def test_interpreted_kernels_of_fixed_order_give_a_row_its_bits_whatever_is_besi
         ("mla_hopper", {"wgmma": True, "tma": True, "mma_sync": False}),
         ("mla_portable", {"mma_sync": True}),
         ("mla_fp8", {"wgmma": True, "tma": True, "mma_sync": False, "bf16x2_scale": True}),
-        ("mla_fp8_pair", {"wgmma": True, "tma": True, "mma_sync": False, "bf16x2_scale": True}),
         ("moe_gate_up", {"mma_sync": True, "bf16x2_scale": True}),
     ],
 )
@@ -96,7 +95,8 @@ def test_kernels_of_sampling_and_of_fixed_order_compile_for_hopper() -> None:
     """bf16 on tensor cores, fp32 not: they would round its operands."""
     on_tensor_cores = {"fixed_linear": True, "fixed_experts": True, "fixed_part": True}
     on_tensor_cores |= {"fixed_linear_fp32": False, "fixed_part_fp32": False}
-    on_tensor_cores |= {"draw_candidates": False, "draw_choose": False, "edit_rows": False}
+    on_tensor_cores |= {"draw_search": False, "draw_search_count": False}
+    on_tensor_cores |= {"draw_choose": False, "edit_rows": False}
     lines = _run("tests.kernels.triton_compiled", list(on_tensor_cores)).splitlines()
     found = {line["kernel"]: line for line in map(json.loads, lines)}
     assert {name: line["mma_sync"] for name, line in found.items()} == on_tensor_cores

@@ -51,6 +51,11 @@ TENSORS = {
     "peaks": "*fp32",
     "places": "*i32",
     "masses": "*fp64",
+    "k_sums": "*fp64",
+    "p_sums": "*fp64",
+    "k_lows": "*i32",
+    "p_lows": "*i32",
+    "least_of": "*fp32",
     "counts": "*i32",
     "weights": "*fp32",
     "ids": "*i32",
@@ -189,27 +194,19 @@ def mla_fp8() -> Any:
     return _mla_fp8(mla_decode_fp8_kernel, 2)
 
 
-def mla_fp8_pair() -> Any:
-    """The same with two computing warpgroups."""
-    from kernels.triton.mla_decode_fp8_pair import mla_decode_fp8_pair_kernel
-
-    return _mla_fp8(mla_decode_fp8_pair_kernel, 7)
-
-
 _ROW = dict(PIECES=32, BLOCK=1024, STEPS=4)  # of 102,400 to 131,072 tokens
 
 
-def draw_candidates() -> Any:
-    from kernels.triton.draw_rows import draw_candidates_kernel
+def draw_search(by_count: bool = False) -> Any:
+    from kernels.triton.draw_rows import draw_search_kernel
 
-    return compile_one(draw_candidates_kernel, {**_ROW, "ROOM": 256}, warps=4)
+    return compile_one(draw_search_kernel, {**_ROW, "BY_COUNT": by_count}, warps=4)
 
 
 def draw_choose() -> Any:
     from kernels.triton.draw_rows import draw_choose_kernel
 
-    types = {"out": "*i32"}
-    return compile_one(draw_choose_kernel, {**_ROW, "ROOM": 256}, warps=8, types=types)
+    return compile_one(draw_choose_kernel, _ROW, warps=4, types={"out": "*i32"})
 
 
 def edit_rows() -> Any:
@@ -252,13 +249,13 @@ KERNELS = {
     "fixed_experts": fixed_experts,
     "fixed_part": fixed_part,
     "fixed_part_fp32": lambda: fixed_part(_FP32, 8),
-    "draw_candidates": draw_candidates,
+    "draw_search": draw_search,
+    "draw_search_count": lambda: draw_search(True),
     "draw_choose": draw_choose,
     "edit_rows": edit_rows,
     "w4_rows": w4_rows,
     "dense_rows": dense_rows,
     "mla_fp8": mla_fp8,
-    "mla_fp8_pair": mla_fp8_pair,
     "mla_hopper": mla_hopper,
     "mla_portable": mla_portable,
     "mla_prefill_hopper": mla_prefill_hopper,

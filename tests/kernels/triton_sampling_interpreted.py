@@ -12,11 +12,11 @@ from kernels.reference import edit as reference_edit
 from tests.fakes.sampling_cases import ROWS, draw_case, edit_case
 
 
-def check_draw(vocab: int, spread: float, room: int) -> None:
+def check_draw(vocab: int, spread: float, pieces: int) -> None:
     from kernels.triton.draw import draw_tokens
 
     case = draw_case(vocab, spread, vocab)
-    found = draw_tokens(*case, pieces=4, room=room)
+    found = draw_tokens(*case, pieces=pieces)
     assert found.tolist() == reference_draw.draw_tokens(*case).tolist()
 
 
@@ -72,9 +72,9 @@ def check_edit(vocab: int) -> None:
 
 
 CHECKS = {
-    "candidates": lambda: check_draw(400, 3.0, 64),
-    "no_room": lambda: check_draw(150, 3.0, 2),
-    "flat": lambda: check_draw(150, 0.2, 8),
+    "spread": lambda: check_draw(400, 3.0, 4),
+    "long_pieces": lambda: check_draw(1500, 3.0, 1),
+    "flat": lambda: check_draw(150, 0.2, 2),
     "broken": check_broken_rows,
     "ends": check_chance_at_the_ends,
     "ties": check_ties_at_a_cut,

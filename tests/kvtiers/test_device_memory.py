@@ -25,8 +25,10 @@ class NotingLane:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         self.log.append("enter")
-        yield
-        self.log.append("leave")
+        try:
+            yield
+        finally:
+            self.log.append("leave")
 
     def finish(self) -> None:
         assert self.log[-1] == "leave", "it waits for nothing that was not queued"
@@ -72,4 +74,14 @@ def test_a_call_returns_when_the_lane_has_done_what_it_queued(kind: str) -> None
     memory = MEMORIES[kind](torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), slots, lane)
     memory.read([1], [slots[1]])
     memory.write([2], [slots[1]])
+    assert lane.log == ["enter", "leave", "finish"] * 2
+
+
+def test_a_copy_that_fails_leaves_none_before_it_under_way() -> None:
+    """Its pages go to others when its tickets are lost."""
+    lane, slots = NotingLane(), region()
+    memory = CopiedMemory(torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), lane)
+    for move in (memory.read, memory.write):
+        with pytest.raises(IndexError):
+            move([1, NUM_PAGES], [slots[1], slots[2]])
     assert lane.log == ["enter", "leave", "finish"] * 2

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
@@ -12,7 +13,7 @@ import torch
 from kvtiers.device_memory import device_memory
 from kvtiers.device_pool import DevicePool
 from kvtiers.host_pool import HostPool, PoolShape
-from kvtiers.host_region import make_region_fd
+from kvtiers.host_region import HostRegion, make_region_fd
 from kvtiers.keys import ObjectKeys
 from kvtiers.layout import LatentLayout
 from kvtiers.transfer import Move, MoveKind, TransferEngine
@@ -65,3 +66,20 @@ def test_pages_go_down_and_come_back_byte_for_byte(is_kept_by_another: bool) -> 
     host.region.unpin()
     if fd is not None:
         os.close(fd)
+
+
+def test_memory_is_unpinned_before_it_is_unmapped() -> None:
+    """The next region often comes to lie at the same address."""
+    for _ in range(8):
+        assert HostRegion(1 << 20).pin()
+        gc.collect()
+
+
+def test_a_refused_pin_fails_nothing_behind_it() -> None:
+    region = HostRegion(1 << 20)
+    assert int(torch.cuda.cudart().cudaHostRegister(region.address, region.num_bytes, 0)) == 0
+    assert not region.pin()
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    assert int(torch.cuda.cudart().cudaHostUnregister(region.address)) == 0
+    assert region.pin()
+    region.unpin()
