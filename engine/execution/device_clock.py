@@ -14,10 +14,15 @@ import torch
 
 
 class DeviceStream:
-    """One stream of a GPU, or nothing at all on a CPU."""
+    """One stream of a GPU, or nothing at all on a CPU.
+
+    What was launched before it was made, on any stream (weights, an empty pool), is done.
+    """
 
     def __init__(self, device: torch.device) -> None:
         cuda: Any = torch.cuda  # without types
+        if device.type == "cuda":
+            cuda.synchronize(device)
         self.cuda_stream: Any = cuda.Stream(device) if device.type == "cuda" else None
 
     def enter(self) -> AbstractContextManager[object]:

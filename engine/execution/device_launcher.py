@@ -159,7 +159,17 @@ class DeviceLauncher:
         return logits.cpu()
 
     def launch(self, step: Step) -> Callable[[], StepResult]:
-        """Start the step. Raises what the model refuses."""
+        """Start the step. Raises what the model refuses, with nothing of the step under way.
+
+        Who hears of a failed step gives its pages to transfers, which do not wait for the stream.
+        """
+        try:
+            return self._launch(step)
+        except Exception:
+            self._stream.synchronise()
+            raise
+
+    def _launch(self, step: Step) -> Callable[[], StepResult]:
         with self._stream.enter():
             self._ring.advance()
             clock = self._stream.clock()

@@ -20,6 +20,7 @@ from engine import api
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.execution.batch import ForwardBatch
+from engine.execution.device_clock import DeviceStream
 from engine.execution.device_launcher import DeviceLauncher, buckets_up_to
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.model_loading import load_model
@@ -239,6 +240,27 @@ def test_a_row_with_bad_logits_fails_alone(config: EngineConfig) -> None:
     assert result.sampled.token_ids[0] >= 0
     assert result.sampled.token_ids[1] == -1
     assert int(runner.next_input_ids[1]) == 0  # still an id of the vocabulary
+
+
+def test_a_step_that_cannot_be_launched_whole_is_over_on_the_device_when_it_fails(
+    config: EngineConfig,
+) -> None:
+    """Its pages go to others then, who do not wait for the device."""
+
+    class NotingStream(DeviceStream):
+        num_waits = 0
+
+        def synchronise(self) -> None:
+            self.num_waits += 1
+
+    runner = _device_runner(config)
+    launcher = runner.step_launcher()
+    stream = launcher._stream = NotingStream(torch.device("cpu"))
+    step = _step(runner, [0, 1], {0: 3, 1: 4}, 1)
+    step.sampling.positions = np.zeros(1, dtype=np.int64)  # breaks behind the forward
+    with torch.inference_mode(), pytest.raises(IndexError):
+        launcher.launch(step)
+    assert stream.num_waits == 1
 
 
 def test_ids_stay_inside_the_vocabulary_whatever_is_asked(config: EngineConfig) -> None:
