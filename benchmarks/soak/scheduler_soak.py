@@ -93,8 +93,11 @@ class Walk:
             self.submit()
         elif dice < 0.38 and harness.live:
             harness.abort(rng.choice(sorted(harness.live)))
-        elif dice < 0.40 and harness.live:
+        elif dice < 0.39 and harness.live:
             harness.fail_next = {rng.choice(sorted(harness.live))}
+        elif dice < 0.40 and harness.live:
+            request_id = rng.choice(sorted(harness.live))
+            harness.scheduler.set_num_draft_tokens(request_id, rng.randrange(4))
         elif dice < 0.44:
             tiers = ["l1", "l2", "none"] + ["l3"] * self.config.use_l3
             harness.scheduler.move(tokens, rng.choice(tiers))

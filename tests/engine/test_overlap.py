@@ -11,6 +11,7 @@ import pytest
 
 from engine import api
 from engine.client import EngineClient
+from tests.fakes.flight_watch import FlightWatch
 from tests.fakes.live_engine import EOS, LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner, expected_tokens, hashed_script
 
@@ -40,7 +41,10 @@ def test_the_next_step_is_dispatched_before_the_running_one_is_committed(tmp_pat
 def test_random_loads_with_aborts_and_retractions_get_the_tokens_of_a_plain_loop(
     tmp_path: Path, seed: int
 ) -> None:
-    """Shared prefixes, a pool that is too small, aborts at random times, requests at any time."""
+    """Shared prefixes, a pool that is too small, aborts at random times, requests at any time.
+
+    No transfer between tiers may meet a step under way, even where it did no harm this time.
+    """
     rng = random.Random(seed)
     script = hashed_script(VOCAB)
     runner = ScriptedRunner(script, vocab_size=VOCAB, num_pages=rng.choice([20, 30, 80]))
@@ -72,4 +76,7 @@ def test_random_loads_with_aborts_and_retractions_get_the_tokens_of_a_plain_loop
         assert stats["owned_pages"] == stats["in_flight_pages"] == 0
         assert stats["free_pages"] + stats["cached_pages"] == stats["num_pages"]
 
-    serve(LiveEngine(str(tmp_path), runner), work)
+    engine = LiveEngine(
+        str(tmp_path), runner, prepare=lambda server: FlightWatch(server, runner, 4)
+    )
+    serve(engine, work)

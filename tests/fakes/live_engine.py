@@ -56,7 +56,7 @@ class LiveEngine:
         keeper: Keeper | None = None,
         store: Store | None = None,
         max_draft_tokens: int = 8,
-        prepare: Callable[[EngineServer], None] = lambda server: None,
+        prepare: Callable[[EngineServer], object] = lambda server: None,
     ) -> None:
         self._prepare = prepare
         self.config = EngineConfig(

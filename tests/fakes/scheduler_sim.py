@@ -253,8 +253,12 @@ class TierMover:
         self.num_by_kind = [0, 0, 0, 0]
 
     def check_outside(self) -> None:
-        """No move under way meets a step in flight."""
+        """No move under way meets a step in flight, nor another move."""
         moves = [move for move, _ in self.waiting]
+        writes = [(tier, target) for _, _, _, _, tier, target in moves if tier < 3]
+        reads = {(tier, source) for _, _, tier, source, _, _ in moves if tier < 3}
+        assert len(set(writes)) == len(writes), "two moves write to one page"
+        assert reads.isdisjoint(writes), "a move writes where another reads"
         self.device.check_outside(
             writes=[target for _, _, _, _, tier, target in moves if tier == 1],
             reads=[source for _, _, tier, source, _, _ in moves if tier == 1],
