@@ -95,9 +95,9 @@ class Setting:
         self.seed = seed
         self.page_size = rng.choice([2, 4, 4, 8])
         self.max_context_len = rng.choice([48, 96, 128])
-        least = -(-self.max_context_len // self.page_size)
-        self.num_pages = least + rng.choice([0, 2, 10, 60])
-        self.max_slots = rng.choice([1, 2, 4, 6])
+        self.num_pages = rng.choice([14, 20, 30, 80])
+        self.most_tokens = min(self.max_context_len, self.num_pages * self.page_size)
+        self.max_slots = rng.choice([1, 2, 4, 4, 6])
         self.token_budget = rng.choice([4, 16, 16, 64])
         self.max_waiting = rng.choice([6, 1024, 1024])
         self.keep_outputs_bytes = rng.choice([600, 1 << 20, 1 << 20])
@@ -113,7 +113,12 @@ class Setting:
         self.nan_one_in = rng.choice([0, 0, 400])
         self.num_restarts = rng.choice([0, 0, 0, 1, 2])
         self.failing_steps = set(range(15, 400, 9)) if rng.random() < 0.15 else set()
-        self.num_talks = rng.randrange(3, 14)
+        # Half of the runs are short branches off short stems, many at once: steps copy, and loads
+        # want the room.
+        self.is_crowded = rng.random() < 0.5
+        self.num_talks = rng.randrange(15, 30) if self.is_crowded else rng.randrange(3, 14)
+        self.most_turns = 2 if self.is_crowded else 5
+        self.most_stem = 24 if self.is_crowded else 40
 
     @property
     def excused(self) -> set[str]:
@@ -141,7 +146,7 @@ class Run:
         self.memory_store = MemoryStore(self.layout.fingerprint())
         self.store = self._make_store()
         rng = random.Random(seed + 1)
-        self.stems = [ids_of(rng, rng.randrange(4, 40)) for _ in range(3)]
+        self.stems = [ids_of(rng, rng.randrange(4, setting.most_stem)) for _ in range(3)]
         self.histories = list(self.stems)
         self.watches: list[FlightWatch] = []
         self.asked: list[dict[str, Any]] = []
@@ -336,11 +341,11 @@ class Talk:
         self.turn = 0
 
     async def run(self) -> None:
-        rng = self.rng
+        rng, setting = self.rng, self.owner.setting
         await asyncio.sleep(rng.random() * 0.3)
         history = self._branch()
-        for self.turn in range(rng.randrange(1, 6)):
-            most = self.owner.setting.max_context_len - 4
+        for self.turn in range(rng.randrange(setting.most_turns) + 1):
+            most = setting.most_tokens - 4
             if len(history) > most - 8 or rng.random() < 0.2:
                 history = self._branch()
             prompt = [*history[: most - 8], *ids_of(rng, rng.randrange(1, 9))]
@@ -349,14 +354,15 @@ class Talk:
             await self._between(history)
 
     def _branch(self) -> list[int]:
-        found = self.rng.choice(self.owner.histories[-12:] + self.owner.stems)
+        stems, histories = self.owner.stems, self.owner.histories[-12:]
+        found = self.rng.choice(stems if self.owner.setting.is_crowded else histories + stems)
         return found[: self.rng.randrange(1, len(found) + 1)]
 
     # A turn -----------------------------------------------------------------------------------
 
     def _request(self, prompt: list[int]) -> api.GenerateRequest:
         rng = self.rng
-        most = self.owner.setting.max_context_len - len(prompt)
+        most = self.owner.setting.most_tokens - len(prompt)
         num = rng.randrange(1, min(most, rng.choice([8, 40])) + 1)
         sampling: dict[str, Any] = {"max_new_tokens": num, "temperature": 0.0}
         if rng.random() < 0.3:
