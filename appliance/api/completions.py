@@ -146,9 +146,9 @@ def _checked_ids(token_ids: Sequence[int], services: Services, path: str) -> byt
     if not token_ids:
         raise ApiError("invalid_value", f"{path}: must not be empty", path)
     vocab_size = services.assets.vocab_size
-    for index, token_id in enumerate(token_ids):
-        if not 0 <= token_id < vocab_size:
-            where = f"{path}[{index}]"
-            message = f"{where}: {token_id} is no token id; allowed: 0 to {vocab_size - 1}"
-            raise ApiError("invalid_value", message, where)
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        index = next(i for i, one in enumerate(token_ids) if not 0 <= one < vocab_size)
+        where = f"{path}[{index}]"
+        message = f"{where}: {token_ids[index]} is no token id; allowed: 0 to {vocab_size - 1}"
+        raise ApiError("invalid_value", message, where)
     return encode_ids(list(token_ids))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -104,6 +105,35 @@ def test_a_number_that_the_engine_could_not_take_is_refused_at_the_door(
 def test_every_seed_of_64_bits_reaches_the_engine_as_it_is(app: RunningApp, seed: int) -> None:
     app.turn(app.session(), "x", seed=seed)
     assert app.engine.requests[-1].sampling.seed == seed
+
+
+def test_a_body_is_refused_exactly_where_its_values_say_so() -> None:
+    """Against the values themselves: text that cannot be encoded, integers beyond 64 bits."""
+    rng = random.Random(4)
+    texts = ["\\ud83d\\ude00", "\\ud83d", "\\uDE00", "\\\\ud83d", "\\\\", '\\"', "e", "1" * 25]
+    numbers = ["7", "1.5e3", "0." + "3" * 30, "9" * 18, str(2**63), str(2**64), f"-{2**63}"]
+    numbers += [f"-{2**63 + 1}", "3" * 40 + ".5", "1" + "0" * 30]
+    refused = 0
+    for _ in range(2000):
+        values = []
+        for _ in range(rng.randrange(1, 5)):
+            text = "".join(rng.choices(texts, k=rng.randrange(4)))
+            values.append(rng.choice([f'"{text}"', rng.choice(numbers)]))
+        body = "{" + ", ".join(f'"k{i}": {value}' for i, value in enumerate(values)) + "}"
+        is_bad = any(map(_is_bad, json.loads(body).values()))
+        refused += is_bad
+        if is_bad:
+            with pytest.raises(BodyRefused):
+                check_text(body.encode())
+        else:
+            check_text(body.encode())
+    assert 300 < refused < 1700
+
+
+def _is_bad(value: Any) -> bool:
+    if isinstance(value, str):
+        return any("\ud800" <= character <= "\udfff" for character in value)
+    return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 
 def test_json_nested_too_deep_is_no_json_for_us(app: RunningApp) -> None:
