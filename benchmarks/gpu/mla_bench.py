@@ -24,7 +24,6 @@ HBM_TB_S, MMA_TFLOP_S = 4.54, 769.0
 KERNELS = {"gluon_hopper": mla.decode_hopper, "triton": mla.decode_portable}
 FP8_KERNELS = {
     "gluon_hopper_fp8": mla_fp8.decode_fp8,
-    "gluon_hopper_fp8_pair": mla_fp8.decode_fp8_pair,
 }
 # (batch, context, heads, query tokens)
 SHAPES = [(bs, ctx, 16, q) for q in (1, 4) for ctx in (8192, 65536) for bs in (1, 4, 16, 64)] + [

@@ -33,7 +33,7 @@ TRIALS = (
 )
 STEPS = "-m benchmarks.gpu.steps --only decode --steps 100"
 TINY_STEPS = "-m benchmarks.gpu.steps --shape tiny --weights bf16 --steps 3 --max-slots 4"
-SERVER = "-m benchmarks.gpu.engine --cases 1x65536x3,8x32768x3,16x65536x3"
+SERVER = "-m benchmarks.gpu.engine --cases 1x65536x4,8x32768x5,16x65536x4"
 TINY_SERVER = (
     "-m benchmarks.gpu.engine --shape tiny --weights bf16 --cases 1x300x2,2x200x2 --new 20"
     " --output 8 --set engine.kv_dtype=auto --set engine.dtype=float32"

@@ -25,11 +25,10 @@ PIECES = 32  # programs of a row
 MIN_BLOCK = 128
 
 
-# Not yet measured: only an override chooses it.
 @register_kernel(
     "draw_tokens",
     "triton_search",
-    priority=Priority.TRIAL,
+    priority=Priority.PERFORMANT,
     device="cuda",
     formats={"logits": {"fp32"}},
 )

@@ -98,7 +98,9 @@ def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tens
     num_pairs = ids.numel()
     most = min(num_pairs, num_experts) + num_pairs // ITEM_TOKENS
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
-    items = torch.empty(3, most, dtype=torch.int32, device=ids.device)
+    # Rows begin at multiples of 16 bytes, else kernels are compiled once more for some numbers.
+    width = triton.cdiv(most, 4) * 4
+    items = torch.empty(3, width, dtype=torch.int32, device=ids.device)[:, :most]
     moe_align_kernel[(num_experts,)](
         ids,
         pairs,
