@@ -154,6 +154,8 @@ def _describe(error: Exception) -> StoreError:
     text = f"Redis: {error}"
     if isinstance(error, redis.exceptions.OutOfMemoryError) or "MISCONF" in text:
         return StoreFull(f"{text} (hint: the server's memory or disk is full)")
+    if type(error) is redis.exceptions.ConnectionError:
+        text += " (hint: if it does not start after a crash, its log may ask for redis-check-aof)"
     return StoreUnavailable(text)
 
 

@@ -28,8 +28,10 @@ def find_redis_server() -> str:
 class RedisServer:
     """One server process; `kill` is kill -9, `start` again finds the same data."""
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, preload: Path | None = None) -> None:
         self.directory = directory
+        self.log_path = directory / "redis.log"
+        self._preload = preload
         # A socket path holds about 100 bytes, so it may not lie deep in a test's directory.
         self.socket_path = Path(f"/tmp/moorage-{os.getpid()}-{id(self):x}.sock")
         self._binary = find_redis_server()
@@ -47,8 +49,10 @@ class RedisServer:
                 self._binary,
                 *("--port", "0", "--unixsocket", str(self.socket_path), "--save", ""),
                 *("--dir", str(self.directory), "--maxmemory-policy", "noeviction"),
+                *("--logfile", str(self.log_path)),
                 *self._options,
             ],
+            env=os.environ | ({"LD_PRELOAD": str(self._preload)} if self._preload else {}),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +41,26 @@ def start_server(tmp_path: Path) -> Iterator[StartServer]:
     yield start
     for server in servers:
         server.kill()
+
+
+# What a disk under load does to a server that syncs each write: as long as the file says.
+SLOW_FSYNC = """
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+static int sync_slowly(long number, int fd) {
+    char text[16] = {0};
+    int delay = open(DELAY_FILE, O_RDONLY);
+    if (delay >= 0) {
+        if (read(delay, text, sizeof text - 1) > 0) usleep(1000 * atoi(text));
+        close(delay);
+    }
+    return (int)syscall(number, fd);
+}
+int fdatasync(int fd) { return sync_slowly(SYS_fdatasync, fd); }
+int fsync(int fd) { return sync_slowly(SYS_fsync, fd); }
+"""
 
 
 def config_for(server: RedisServer, url: str = "") -> SessionsConfig:
@@ -131,6 +153,83 @@ def test_an_append_only_file_cut_anywhere_keeps_whole_turns_only(
         revisions.add(found.revision)
         server.kill()
     assert max(revisions) == 6 and len(revisions) > 3
+
+
+@pytest.mark.parametrize("part_of_last", [0, 40])
+def test_an_append_only_file_that_ends_in_zeros_is_refused_and_its_remedy_loses_no_turn(
+    server: RedisServer, harness: StoreHarness, part_of_last: int
+) -> None:
+    """As ext4 leaves it after a power cut: the file has its length, its last blocks nothing."""
+    session = make(harness)
+    for number in range(6):
+        session, _ = harness.run(run_turn(harness.store, session, token_ids=(number,) * 500))
+    (aof,) = server.directory.glob("appendonlydir/*.incr.aof")
+    acknowledged = aof.stat().st_size
+    turn = pending(session)
+    harness.run(harness.store.begin_turn(session.begin_turn(turn, NOW_MS), turn))
+    server.kill()
+    whole = aof.read_bytes()
+    assert len(whole) > acknowledged + part_of_last
+    aof.write_bytes(whole[: acknowledged + part_of_last].ljust(len(whole) + 4096, b"\0"))
+    with pytest.raises(RuntimeError, match="did not start"):
+        server.start()
+    assert "redis-check-aof --fix" in server.log_path.read_text()
+    with pytest.raises(StoreUnavailable, match="redis-check-aof"):
+        harness.run(harness.store.get(session.id))
+    check = shutil.which("redis-check-aof") or shutil.which("valkey-check-aof")
+    assert check is not None
+    subprocess.run([check, "--fix", aof], input=b"y\n", capture_output=True, check=True)
+    server.start()
+    found = harness.run(harness.store.get(session.id))
+    assert found.revision == 6
+    log = harness.run(harness.another().read_log(found))
+    assert log.num_tokens == session.num_tokens
+    harness.run(run_turn(harness.store, found))
+
+
+def test_a_server_with_slow_fsync_acknowledges_only_what_a_kill_cannot_take(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    delay, shim = tmp_path / "delay_ms", tmp_path / "slow_fsync.so"
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", f'-DDELAY_FILE="{delay}"', "-xc", "-", "-o", shim],
+        input=SLOW_FSYNC.encode(),
+        check=True,
+    )
+    server = RedisServer(tmp_path, preload=shim)
+    server.start()
+    harness = StoreHarness(lambda: RedisSessionStore(config_for(server)))
+    try:
+        session = make(harness)
+        delay.write_text("40")
+        turn_ids = []
+        for _ in range(4):
+            session, record = harness.run(run_turn(harness.store, session))
+            turn_ids.append(record.id)
+        # Slower than the store waits: not acknowledged, and there once when it is said again.
+        turn = pending(session)
+        claim = harness.run(harness.store.begin_turn(session.begin_turn(turn, NOW_MS), turn))
+        record = outcome(turn)
+        committed = claim.session.commit_turn(record, NOW_MS)
+        delay.write_text("3000")
+        with pytest.raises(StoreUnavailable):
+            harness.run(harness.store.commit_turn(committed, record))
+        delay.write_text("40")
+        server.kill()
+        server.start()
+        harness.run(harness.store.commit_turn(committed, record))
+        turn_ids.append(turn.id)
+        server.kill()
+        server.start()
+        anew = harness.another()
+        found = harness.run(anew.get(session.id))
+        log = harness.run(anew.read_log(found))
+        assert [entry.id for entry in log.records[1:]] == turn_ids
+        assert found.revision == 5
+    finally:
+        harness.close()
+        server.kill()
 
 
 def test_a_commit_with_unknown_outcome_can_be_repeated(
