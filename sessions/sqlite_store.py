@@ -8,8 +8,10 @@ the tables, sessions.sqlite_threads for who runs what where. Several processes m
 from __future__ import annotations
 
 import sqlite3
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from sessions import codec
 from sessions import sqlite_queries as queries
@@ -22,7 +24,7 @@ from sessions.errors import (
 from sessions.log_cache import LogCache
 from sessions.session import QUEUED, RUNNING, Session
 from sessions.sqlite_schema import SCHEMA_VERSION
-from sessions.sqlite_threads import SqliteThreads
+from sessions.sqlite_threads import SqliteThreads, Work
 from sessions.store import (
     KeyMatch,
     ListQuery,
@@ -35,6 +37,10 @@ from sessions.store import (
 )
 from sessions.turn_log import PendingTurn, Record, TurnLog
 
+T = TypeVar("T")
+
+_MAX_WARM = 1024
+
 
 class SqliteSessionStore:
     """Implements `sessions.store.SessionStore`."""
@@ -42,6 +48,8 @@ class SqliteSessionStore:
     def __init__(self, config: SessionsConfig) -> None:
         self._config = config
         self._cache = LogCache(config.log_cache_bytes)
+        # Sessions read a short while ago, the latest last: their pages are in memory.
+        self._warm: OrderedDict[str, None] = OrderedDict()
         self._db = SqliteThreads(
             Path(config.sqlite_path),
             timeout_ms=config.store_timeout_ms,
@@ -83,10 +91,21 @@ class SqliteSessionStore:
         return await self._db.write(work)
 
     async def get(self, session_id: str, *, tenant: str | None = None) -> Session:
-        session = await self._db.read(lambda db: queries.load(db, session_id))
+        session = await self._read_rows(session_id, lambda db: queries.load(db, session_id))
         if tenant is not None and session.tenant != tenant:
             raise SessionNotFound(session_id)
         return session
+
+    async def _read_rows(self, session_id: str, work: Work[T]) -> T:
+        """Read a few rows of a session; a disk is waited for in the reader's thread only."""
+        if session_id in self._warm:
+            self._warm.move_to_end(session_id)
+            return await self._db.read_here(work)
+        rows = await self._db.read(work)
+        self._warm[session_id] = None
+        if len(self._warm) > _MAX_WARM:
+            self._warm.popitem(last=False)
+        return rows
 
     async def list_sessions(self, query: ListQuery) -> SessionPage:
         validate_query(query)
@@ -108,6 +127,7 @@ class SqliteSessionStore:
     async def delete(self, session_id: str, *, version: int | None = None) -> bool:
         is_deleted = await self._db.write(lambda db: queries.delete(db, session_id, version))
         self._cache.drop(session_id)
+        self._warm.pop(session_id, None)
         return is_deleted
 
     # -- turns
@@ -277,7 +297,9 @@ class SqliteSessionStore:
     # -- keys, expiry, usage
 
     async def find_key(self, session_id: str, key: str, body_hash: str) -> KeyMatch | None:
-        return await self._db.read(lambda db: queries.find_key(db, session_id, key, body_hash))
+        return await self._read_rows(
+            session_id, lambda db: queries.find_key(db, session_id, key, body_hash)
+        )
 
     async def forget_keys(self, now_ms: int) -> int:
         before_ms = now_ms - self._config.idempotency_retention_ms

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SQLite file behind two threads: one writes, one reads; the event loop never blocks on it.
+"""A SQLite file behind two threads: one writes, one reads; the event loop does not wait for it.
 
-Does not know: tables. Writes that wait together share one commit, hence one fsync: each runs in
-its own savepoint, so one that fails takes nothing with it, and none is acknowledged before the
-commit has returned.
+Does not know: tables. The one thing done in the caller's own thread is `read_here`, for a few rows
+whose pages are in memory: two changes of thread cost several times what such a read does. Writes
+that wait together share one commit, hence one fsync: each runs in its own savepoint, so one that
+fails takes nothing with it, and none is acknowledged before the commit has returned.
 
 Owned by the writer thread: the write connection. Owned by the reader thread: the read connection.
+Owned by the caller's thread: a second read connection, which waits for nobody.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class SqliteThreads:
         self._reads: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_open = False
+        self._here: sqlite3.Connection | None = None
         self.write_error: StoreError | None = (
             None  # of the last group of writes, None: it went well
         )
@@ -70,12 +73,16 @@ class SqliteThreads:
             except BaseException:
                 await self.close()
                 raise
+        self._here = self._connect(timeout_ms=0)
 
     async def close(self) -> None:
         """Finish what is queued, close the file; idempotent."""
         if not self._is_open:
             return
         self._is_open = False
+        if self._here is not None:
+            self._here.close()
+            self._here = None
         self._writes.put(None)
         self._reads.put(None)
         threads, self._threads = self._threads, []
@@ -89,6 +96,18 @@ class SqliteThreads:
     async def read(self, work: Work[T]) -> T:
         """Run `work`, which only reads, against everything committed so far."""
         return await self._submit(self._reads, work)
+
+    async def read_here(self, work: Work[T]) -> T:
+        """As `read`, for a few rows that are in the system's memory, in the caller's thread.
+
+        Where that does not succeed at once (the file is locked, say), it is a `read`.
+        """
+        if self._here is not None:
+            try:
+                return work(self._here)
+            except (sqlite3.Error, OSError):
+                pass
+        return await self.read(work)
 
     async def _submit(self, jobs: queue.SimpleQueue[_Job | None], work: Work[T]) -> T:
         if not self._is_open:
@@ -114,9 +133,10 @@ class SqliteThreads:
                 )
             )
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self, timeout_ms: int | None = None) -> sqlite3.Connection:
+        limit_ms = self._timeout_ms if timeout_ms is None else timeout_ms
         connection = sqlite3.connect(
-            self._path, timeout=self._timeout_ms / 1000, isolation_level=None
+            self._path, timeout=limit_ms / 1000, isolation_level=None, check_same_thread=False
         )
         connection.execute("PRAGMA foreign_keys = OFF")
         return connection

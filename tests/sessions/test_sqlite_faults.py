@@ -15,6 +15,7 @@ import pytest
 
 from sessions.config import SessionsConfig
 from sessions.errors import (
+    SessionNotFound,
     StoreCorrupt,
     StoreFull,
     StoreSchemaTooNew,
@@ -130,6 +131,30 @@ def test_a_lock_held_elsewhere_is_said_and_passes(path: Path, harness: StoreHarn
     holder.close()
     assert harness.run(harness.store.update(session.update(NOW_MS))).version == 2
     assert harness.run(harness.store.health()).warnings == ()
+
+
+def test_a_session_just_read_is_never_older_than_what_another_process_wrote(
+    path: Path, harness: StoreHarness
+) -> None:
+    session = make(harness)
+    other = harness.another()
+    for _ in range(3):
+        session = harness.run(other.update(session.update(NOW_MS)))
+        assert harness.run(harness.store.get(session.id)) == session
+
+
+def test_a_session_just_read_is_read_beside_a_writer_and_is_gone_once_deleted(
+    path: Path, harness: StoreHarness
+) -> None:
+    session = make(harness)
+    assert harness.run(harness.store.get(session.id)) == session
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    assert harness.run(harness.store.get(session.id)) == session
+    holder.close()
+    assert harness.run(harness.store.delete(session.id))
+    with pytest.raises(SessionNotFound):
+        harness.run(harness.store.get(session.id))
 
 
 def test_a_failed_write_in_a_group_takes_no_other_with_it(harness: StoreHarness) -> None:
