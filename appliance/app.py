@@ -21,6 +21,7 @@ from appliance.api import (
     admin,
     chat,
     completions,
+    dashboard,
     health,
     history,
     implicit_sessions,
@@ -78,6 +79,7 @@ ROUTERS = tuple(
         messages,
         models,
         health,
+        dashboard,
         admin,
         tiers,
     )
