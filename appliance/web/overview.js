@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The views of the whole appliance: overview and cache. Does not know: sessions' details.
 
-import { ENDPOINTS, call } from "./api.js";
+import { ENDPOINTS, Refused, call } from "./api.js";
 import { bar, button, card, el, show, table } from "./dom.js";
 import { TIERS, bytes, percent, rate, treeOf, whole } from "./facts.js";
 
@@ -20,12 +20,18 @@ export async function overview(main) {
       el("div", { class: health.stalled_turns.length ? "bad" : "soft" }, `${health.stalled_turns.length} turns stalled`)),
     card("Session store", el("div", { class: ready.store.ok ? "big good" : "big bad" }, ready.store.ok ? "up" : "down"),
       el("div", { class: "soft" }, `${ready.store.kind}: ${ready.store.detail}`)),
-    ...(isUp ? await engineCards() : []),
+    ...(isUp ? await engineCards().catch(withoutAdmin) : []),
     recentCard(page.data),
   ];
   const warnings = ready.warnings.map((text) => el("li", { class: "warn" }, text));
   show(main, el("div", { class: "cards" }, ...cards),
     warnings.length ? el("h2", {}, "Warnings") : null, warnings.length ? el("ul", {}, ...warnings) : null);
+}
+
+// A tenant's key is enough for the rest of the view.
+function withoutAdmin(error) {
+  if (!(error instanceof Refused) || ![401, 403].includes(error.status)) throw error;
+  return [card("Queue, tiers, leases", el("div", { class: "warn" }, `They need the admin's key (${error.status}).`))];
 }
 
 async function engineCards() {
