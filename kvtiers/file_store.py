@@ -95,7 +95,10 @@ class FileStore:
                         kept[at] = hashed in pages or (
                             hashed in fits and self._write(pages, hashed, follows[at], view)
                         )
-            pages.touch([hashed for hashed, is_kept in zip(hashes, kept, strict=True) if is_kept])
+            pages.touch(
+                [hashed for hashed, is_kept in zip(hashes, kept, strict=True) if is_kept],
+                were_read=False,
+            )
         self._count(puts=sum(kept), refused_puts=len(kept) - sum(kept))
         return kept
 
@@ -114,7 +117,10 @@ class FileStore:
                 for segment, group in pages.locate(hashes, sizes, waiting).items():
                     moved += self._read_group(pages, segment, group, keys, views, hits)
                 waiting = moved
-            pages.touch([hashed for hashed, is_hit in zip(hashes, hits, strict=True) if is_hit])
+            pages.touch(
+                [hashed for hashed, is_hit in zip(hashes, hits, strict=True) if is_hit],
+                were_read=True,
+            )
         self._count(hits=sum(hits), misses=len(hits) - sum(hits))
         return hits
 

@@ -3,11 +3,11 @@
 
 Does not know: keys (only their hashes), whole stores, who owns the directory.
 
-Quota: live records take at most three quarters of it. When they would take more, the least
-recently used go, tails before heads (kvtiers.file_store_index). When the files would take more
-than the quota, the segment with the fewest live bytes is compacted: its live records are copied
-to the end and the file is deleted. As no more than 3/4 of the bytes are live, no more than 3 bytes
-are ever copied for 1 that is put; with sessions that come and go it is near none.
+Quota: live records take at most three quarters of it. When they would take more, some go, tails
+before heads (kvtiers.file_store_index). When the files would take more than the quota, the segment
+with the fewest live bytes is compacted: its live records are copied to the end and the file is
+deleted. As no more than 3/4 of the bytes are live, no more than 3 bytes are ever copied for 1 that
+is put; with sessions that come and go it is near none.
 
 Locks: `writing` is held by whoever changes files. The index has a lock of its own, taken after
 it and held for microseconds; readers take that one alone.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from kvtiers.file_store_index import PageIndex
@@ -73,10 +73,10 @@ class DirectoryPages:
             missing = (at for at, hashed in enumerate(key_hashes) if hashed not in self._index)
             return next(missing, len(key_hashes))
 
-    def touch(self, key_hashes: Sequence[bytes]) -> None:
+    def touch(self, key_hashes: Sequence[bytes], *, were_read: bool) -> None:
         """These were used now."""
         with self._indexing:
-            self._index.touch(key_hashes)
+            self._index.touch(key_hashes, proves=were_read)
 
     def locate(
         self, key_hashes: Sequence[bytes], sizes: Sequence[int], positions: Sequence[int]
@@ -112,7 +112,7 @@ class DirectoryPages:
         What the new ones follow is used now: it must not go to make room for them.
         """
         with self._indexing:
-            in_use = self._index.touch([*key_hashes, *follows])
+            in_use = self._index.touch([*key_hashes, *follows], proves=False)
             room = self._live_limit - self._index.bytes_of(in_use)
             fits: set[bytes] = set()
             needed = 0
@@ -124,7 +124,7 @@ class DirectoryPages:
                 needed += record_bytes(size)
                 fits.add(hashed)
             while self._index.live_bytes + needed > self._live_limit:
-                self._evict_oldest()
+                self._evict_oldest(in_use)
         return fits
 
     def write(self, key_hash: bytes, parent_hash: bytes, blob: memoryview) -> None:
@@ -187,12 +187,9 @@ class DirectoryPages:
         self._index.settle()
         return max((record.seq for record in records), default=0)
 
-    def _evict_oldest(self) -> None:
+    def _evict_oldest(self, spared: Collection[bytes] = ()) -> None:
         """With the index locked."""
-        record = self._index.oldest()
-        if record is not None:
-            self._index.discard(record)
-            self.num_evicted += 1
+        self.num_evicted += self._index.evict(spared)
 
     def _reclaim(self, num_bytes: int) -> None:
         """Delete or compact segments until the files have room for so much more."""

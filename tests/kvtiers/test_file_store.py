@@ -132,6 +132,41 @@ def test_what_is_left_of_a_prefix_is_always_its_head(open_store: Open) -> None:
     assert store.status().counters["compacted_bytes"] > 0
 
 
+def test_a_loop_larger_than_the_quota_finds_its_share_and_whole_heads(open_store: Open) -> None:
+    """Sessions take turns: each reads what is there and puts the rest, as an engine does."""
+    store = open_store()
+    fitting = int(QUOTA * 0.72) // (8 * RECORD)
+    chains = [chain(f"loop{number}", 8) for number in range(3 * fitting)]
+    found = asked = 0
+    for lap in range(6):
+        for keys in chains:
+            hits = read(store, keys)
+            num_found = _leading(hits)
+            assert not any(hits[num_found:])
+            for at in range(num_found, 8, 4):
+                some = keys[at : at + 4]
+                before = keys[at - 1] if at else ""
+                assert all(store.put(some, pages(some), [before, *some[:-1]]))
+            if lap >= 3:
+                found, asked = found + num_found, asked + 8
+    assert found / asked > 0.25  # 1/3 at best; the least recently used order finds none
+
+
+def test_what_fits_is_found_as_before_after_a_loop_ended(open_store: Open) -> None:
+    store = open_store()
+    fitting = int(QUOTA * 0.72) // (8 * RECORD)
+    loop = [chain(f"loop{number}", 8) for number in range(2 * fitting)]
+    live = [chain(f"live{number}", 8) for number in range(fitting // 2)]
+    for keys in [*loop, *loop, *loop]:
+        read(store, keys)
+        store.put(keys, pages(keys))
+    for lap in range(4):
+        for keys in live:
+            hits = read(store, keys)
+            assert lap == 0 or hits == [True] * 8
+            store.put(keys, pages(keys))
+
+
 def test_a_page_larger_than_the_store_is_refused_and_hurts_nothing(open_store: Open) -> None:
     store = open_store()
     (keys,) = _fill(store, 1)

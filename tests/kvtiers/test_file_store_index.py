@@ -101,6 +101,37 @@ def test_random_use_never_leaves_a_page_behind_one_it_follows() -> None:
         _check(again, parents)
 
 
+def test_random_loops_with_lost_pages_never_drop_a_head_before_its_tail() -> None:
+    rng = random.Random(11)
+    num_on_probation = 0
+    for _ in range(10):
+        index = PageIndex()
+        parents: dict[str, str] = {}
+        chains = [[f"{c}.{at}" for at in range(4)] for c in range(rng.randrange(6, 20))]
+        for step in range(150):
+            names = chains[step % len(chains)] if rng.random() < 0.8 else rng.choice(chains)
+            keys = [name.encode().ljust(16) for name in names]
+            held = [key in index for key in keys]
+            index.touch([key for key, is_held in zip(keys, held, strict=True) if is_held])
+            in_use = index.touch(keys, proves=False)
+            while len(index) + held.count(False) > 20:
+                assert index.evict(in_use)
+            assert all(key in index for key in in_use)
+            for name, parent in zip(names, ["", *names[:-1]], strict=True):
+                if name.encode().ljust(16) not in index:
+                    index.add(_record(name, parent))
+                    parents[name] = parent
+            index.touch(keys, proves=False)
+            if rng.random() < 0.1:  # a damaged page is found, and put again later
+                damaged = index.find(rng.choice(keys))
+                assert damaged is not None and index.discard(damaged)
+            order = _order(index)
+            parents = {name: parents[name] for name in order}
+            _check(index, parents)
+            num_on_probation += order[-1] not in names
+    assert num_on_probation > 100
+
+
 def _check(index: PageIndex, parents: dict[str, str]) -> None:
     order = _order(index)
     assert sorted(order) == sorted(parents)
