@@ -33,6 +33,7 @@ STUBBORN_ENGINE = """
 import pathlib, signal, sys, time
 asked = []
 signal.signal(signal.SIGTERM, lambda *a: asked.append(1))
+pathlib.Path(__file__).with_name("listens").touch()
 while len(asked) < 2: time.sleep(0.02)
 pathlib.Path(__file__).with_name("ended").write_text("by itself")
 """
@@ -145,6 +146,7 @@ def test_it_says_ready_once_writes_its_state_and_stops_clean(folder: Path) -> No
 def test_an_engine_that_still_drains_for_nobody_is_asked_again_and_not_killed(folder: Path) -> None:
     running = Running(folder, engine=STUBBORN_ENGINE)
     running.wait_ready()
+    wait_for((folder / "listens").exists)  # the API process may be ready before it
     status, _, err = running.stop()
     assert status == 0 and "killed" not in err
     assert (folder / "ended").read_text() == "by itself"
