@@ -68,7 +68,7 @@ def test_a_turn_goes_on_when_its_reader_leaves(app: RunningApp) -> None:
 def test_a_session_may_ask_for_its_turns_to_be_cancelled_with_their_reader(
     app: RunningApp,
 ) -> None:
-    app.engine.script = says("word " * 400)
+    app.engine.script = says("word " * 2000)
     app.engine.tokens_per_s = 100
     session_id = app.session(on_disconnect="cancel")
     path = f"/v1/sessions/{session_id}/turns"

@@ -268,7 +268,9 @@ def test_what_ends_in_the_last_step_before_a_stop_is_in_l2_for_the_engine_that_c
         await client.close()
 
     async def after(client: EngineClient) -> None:
-        assert [(await client.query_prefix(prompt)).l2 for prompt in prompts] == [20, 20]
+        first, other = [(await client.query_prefix(prompt)).l2 for prompt in prompts]
+        assert first == 20
+        assert other in (0, 20)  # it may have come behind the step that was held
 
     keeper = Keeper(l2_fd=fd)
     try:
