@@ -26,6 +26,13 @@ def read_events(app: RunningApp, session_id: str, turn_id: str, after: int) -> l
         return list(sse_events(reply))
 
 
+def wait_idle(app: RunningApp, session_id: str) -> None:
+    deadline = time.monotonic() + 10
+    while app.get(f"/v1/sessions/{session_id}").json()["current_turn"] is not None:
+        assert time.monotonic() < deadline, "the turn was not cancelled"
+        time.sleep(0.02)
+
+
 def test_a_reader_cut_at_any_event_gets_exactly_the_rest(app: RunningApp) -> None:
     session_id = app.session()
     events = app.stream(session_id, "Hi")
@@ -74,6 +81,7 @@ def test_a_session_may_ask_for_its_turns_to_be_cancelled_with_their_reader(
     path = f"/v1/sessions/{session_id}/turns"
     with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
         turn_id = next(sse_events(reply))["turn_id"]
+    wait_idle(app, session_id)  # a reader who came before the first is missed would keep the turn
     assert read_events(app, session_id, turn_id, 0)[-1]["type"] == "turn.cancelled"
     with httpx.Client(base_url=app.url, timeout=0.3) as client:
         try:
@@ -82,10 +90,7 @@ def test_a_session_may_ask_for_its_turns_to_be_cancelled_with_their_reader(
             pass
         else:
             raise AssertionError("the turn should outlast the client's patience")
-    deadline = time.monotonic() + 10
-    while app.get(f"/v1/sessions/{session_id}").json()["current_turn"] is not None:
-        assert time.monotonic() < deadline, "the turn was not cancelled"
-        time.sleep(0.02)
+    wait_idle(app, session_id)
     assert app.get(path).json()["data"][-1]["status"] == "cancelled"
 
 
