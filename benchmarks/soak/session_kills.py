@@ -2,6 +2,7 @@
 """Kills a writing process (and Redis itself) again and again, and counts lost acknowledged turns.
 
     python -m benchmarks.soak.session_kills [--store sqlite|redis] [--kills 100] [--turns 200]
+                                            [--seed 0]
 
 Each round: a process runs turns in four sessions at once until it is killed with SIGKILL at a
 random turn; then every turn it printed as acknowledged must be in the store, in order. With Redis
@@ -37,10 +38,14 @@ async def stored_turns(config: SessionsConfig, session_ids: Iterable[str]) -> di
 
 
 def soak(
-    config: SessionsConfig, server: RedisServer | None, num_kills: int, max_turns: int
+    config: SessionsConfig,
+    server: RedisServer | None,
+    num_kills: int,
+    max_turns: int,
+    first_seed: int,
 ) -> dict[str, int | str]:
     num_acknowledged = lost = unacknowledged = server_kills = 0
-    for seed in range(num_kills):
+    for seed in range(first_seed, first_seed + num_kills):
         acknowledged = acknowledged_until_killed(config, seed, max_turns=max_turns)
         if server is not None and seed % 5 == 4:
             server.kill()
@@ -55,6 +60,7 @@ def soak(
     return {
         "bench": "session_kills",
         "store": config.store,
+        "seed": first_seed,
         "kills": num_kills,
         "server_kills": server_kills,
         "acknowledged_turns": num_acknowledged,
@@ -68,6 +74,7 @@ def main() -> None:
     parser.add_argument("--store", choices=["sqlite", "redis"], default="sqlite")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--turns", type=int, default=200, help="most turns before a kill")
+    parser.add_argument("--seed", type=int, default=0, help="of the first kill, each has its own")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         server = None
@@ -77,7 +84,7 @@ def main() -> None:
             server.start()
             config = SessionsConfig(store="redis", redis_url=server.url)
         try:
-            figures = soak(config, server, arguments.kills, arguments.turns)
+            figures = soak(config, server, arguments.kills, arguments.turns, arguments.seed)
         finally:
             if server is not None:
                 server.kill()
