@@ -16,6 +16,7 @@ from appliance.api.context import ApiContext, Caller, Context
 from appliance.api.conversation import render_conversation
 from appliance.api.dialect import check_fields, new_request_id
 from appliance.api.identity import session_headers, session_name
+from appliance.api.json_body import JsonRoute
 from appliance.api.known_fields import REFUSED_CHAT
 from appliance.api.omitted_parts import OmittedParts
 from appliance.api.replies import reply
@@ -33,7 +34,7 @@ from tools_schema.response_format import (
 )
 from tools_schema.tool_choice import parse_tool_choice
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions", response_model=None)

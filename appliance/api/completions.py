@@ -18,6 +18,7 @@ from appliance.answer import AnswerReader
 from appliance.api.completion_answer import CompletionAnswer
 from appliance.api.context import Caller, Context
 from appliance.api.dialect import check_fields, new_request_id, request_of, sampling_of
+from appliance.api.json_body import JsonRoute
 from appliance.api.known_fields import REFUSED_COMPLETIONS
 from appliance.api.replies import reply
 from appliance.api.stateless import sampling_of_choice
@@ -29,7 +30,7 @@ from appliance.text_limits import check_can_fit
 from appliance.turn_params import stop_list
 from sessions.token_codec import encode_ids
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 MAX_COMPLETIONS = 128  # prompts times n

@@ -15,6 +15,7 @@ from appliance.api.context import ApiContext, Caller, Context
 from appliance.api.conversation import Conversation, render_conversation
 from appliance.api.dialect import check_fields, log_ignored_once
 from appliance.api.identity import session_headers, session_name
+from appliance.api.json_body import JsonRoute
 from appliance.api.known_fields import REFUSED_MESSAGES
 from appliance.api.message_answer import MessageAnswer
 from appliance.api.messages_input import chat_messages_of
@@ -32,7 +33,7 @@ from tools_schema.response_format import ResponseFormat, parse_response_format
 from tools_schema.tool_choice import parse_tool_choice
 from tools_schema.tool_spec import ToolSet
 
-router = APIRouter(tags=["anthropic"])
+router = APIRouter(tags=["anthropic"], route_class=JsonRoute)
 
 
 @router.head("/", include_in_schema=False)

@@ -14,6 +14,7 @@ from fastapi import APIRouter
 from appliance.api.chat_input import chat_messages
 from appliance.api.context import Caller, Context
 from appliance.api.dialect import check_fields
+from appliance.api.json_body import JsonRoute
 from appliance.api.known_fields import REFUSED_TOKENIZE
 from appliance.api.thinking_fields import template_options
 from appliance.api.wire import DetokenizeRequest, TokenizeRequest
@@ -22,7 +23,7 @@ from appliance.services import Services
 from appliance.text_limits import check_can_fit, num_chars
 from sessions.token_codec import decode_ids
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 
 @router.get("/v1/models")

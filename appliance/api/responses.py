@@ -18,6 +18,7 @@ from appliance.api.context import ApiContext, Caller, Context
 from appliance.api.conversation import ChatMessage, Conversation, render_conversation
 from appliance.api.dialect import check_fields, log_ignored_once
 from appliance.api.identity import session_headers, session_name
+from appliance.api.json_body import JsonRoute
 from appliance.api.known_fields import REFUSED_RESPONSES
 from appliance.api.omitted_parts import OmittedParts
 from appliance.api.replies import reply
@@ -35,7 +36,7 @@ from tools_schema.response_format import parse_response_format
 from tools_schema.tool_choice import parse_tool_choice
 from tools_schema.tool_spec import ToolSet
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 
 @router.post("/v1/responses", response_model=None)

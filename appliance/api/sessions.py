@@ -11,13 +11,17 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 
 from appliance.api.context import METADATA_FILTER, Caller, Context, known_query_only
+from appliance.api.json_body import JsonRoute
 from appliance.api.wire_sessions import ForkCreate, ItemsAppend, SessionCreate, SessionUpdate
 from appliance.errors import ApiError
 from sessions.ids import is_id
 from sessions.store import ListQuery
 
 router = APIRouter(
-    prefix="/v1/sessions", tags=["sessions"], dependencies=[Depends(known_query_only)]
+    prefix="/v1/sessions",
+    tags=["sessions"],
+    dependencies=[Depends(known_query_only)],
+    route_class=JsonRoute,
 )
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
