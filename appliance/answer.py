@@ -17,7 +17,8 @@ from engine.text.detokenizer import Detokenizer
 from engine.text.tokenizer import Tokenizer
 from sessions.token_codec import encode_ids
 from tools_schema import events as parsed
-from tools_schema.stream_parser import StreamParser, WholePart
+from tools_schema.call_reader import WholePart
+from tools_schema.stream_parser import StreamParser
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 

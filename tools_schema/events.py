@@ -82,3 +82,26 @@ def joined(deltas: Sequence[Event]) -> Event:
                 text = "".join(e.text for e in deltas if isinstance(e, ReasoningDelta))
                 return ReasoningDelta(text)
     return first
+
+
+class EventBuffer:
+    """Events on their way out; neighbouring deltas of one kind become one event."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    def add(self, event: Event) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(event, TextDelta) and isinstance(last, TextDelta):
+            self._events[-1] = TextDelta(last.text + event.text)
+        elif isinstance(event, ReasoningDelta) and isinstance(last, ReasoningDelta):
+            self._events[-1] = ReasoningDelta(last.text + event.text)
+        elif isinstance(event, ToolCallArgs) and isinstance(last, ToolCallArgs):
+            self._events[-1] = ToolCallArgs(event.index, last.delta + event.delta)
+        else:
+            self._events.append(event)
+
+    def take(self) -> list[Event]:
+        """What was added since the last time."""
+        events, self._events = self._events, []
+        return events

@@ -22,10 +22,11 @@ from tests.fakes.tool_samples import (
     reasoning_of,
     text_of,
 )
+from tools_schema.call_reader import WholePart
 from tools_schema.events import ParseProblem, TextDelta, ToolCallArgs, ToolCallEnd, ToolCallStart
 from tools_schema.formats.registry import get_format
 from tools_schema.rendering import CallText, render_calls
-from tools_schema.stream_parser import StreamParser, WholePart
+from tools_schema.stream_parser import StreamParser
 from tools_schema.tool_choice import parse_tool_choice
 from tools_schema.tool_spec import ToolSet
 
