@@ -3,12 +3,13 @@
 
 Does not know: slots, tickets, what a page means. A page of the pool is one contiguous blob, so a
 batch is one copy a page: memcpy on the host, one asynchronous copy on a stream of its own on a
-device; or there one kernel a batch. Both calls return when the bytes are there.
+device; or there one kernel a batch. What is read is there when the call returns; what is written
+may still be on its way, so that a link has its next batch before it is done with this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -18,7 +19,9 @@ from numpy.typing import NDArray
 
 from kernels.ops.page_copy import move_pages
 
-Bodies = Sequence[NDArray[np.uint8]]  # each [page_bytes], contiguous
+Body = NDArray[np.uint8]  # [page_bytes], contiguous
+Bodies = Sequence[Body]
+Wait = Callable[[], None]
 
 
 class DeviceMemory(Protocol):
@@ -30,8 +33,13 @@ class DeviceMemory(Protocol):
         """Copy pages out; returns when all bytes are there."""
         ...
 
-    def write(self, pages: Sequence[int], bodies: Bodies) -> None:
-        """Copy pages in; returns when all bytes are there, for every stream to see."""
+    def write(self, pages: Iterable[tuple[int, Body]]) -> Wait | None:
+        """Copy pages in, each as soon as it is drawn from `pages`, so that looking at one page
+        costs the link nothing while the one before it is copied.
+
+        Returns what waits until all bytes are there, for every stream to see; None: they are.
+        Where it raises, and where `pages` does, nothing of the call is under way.
+        """
         ...
 
 
@@ -64,10 +72,11 @@ class HostMemory:
         for page, body in zip(pages, into, strict=True):
             np.copyto(body, self._pages[page])
 
-    def write(self, pages: Sequence[int], bodies: Bodies) -> None:
+    def write(self, pages: Iterable[tuple[int, Body]]) -> Wait | None:
         """One memcpy a page, without the interpreter's lock."""
-        for page, body in zip(pages, bodies, strict=True):
+        for page, body in pages:
             np.copyto(self._pages[page], body)
+        return None
 
 
 class Lane(Protocol):
@@ -75,6 +84,10 @@ class Lane(Protocol):
 
     def entered(self) -> AbstractContextManager[object]:
         """Within it, copies and kernels are queued here."""
+        ...
+
+    def mark(self) -> Wait:
+        """What waits until all that was queued so far is done."""
         ...
 
     def finish(self) -> None:
@@ -87,14 +100,18 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def entered(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
+    def mark(self) -> Wait:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        wait: Wait = event.synchronize
+        return wait
+
     def finish(self) -> None:
-        self._done.record(self._stream)
-        self._done.synchronize()
+        self.mark()()
 
 
 @contextmanager
@@ -128,11 +145,16 @@ class CopiedMemory:
             for page, body in zip(pages, into, strict=True):
                 torch.from_numpy(body).copy_(self._pages[page], non_blocking=True)
 
-    def write(self, pages: Sequence[int], bodies: Bodies) -> None:
-        """Asynchronous copies, then one wait."""
-        with _finished(self._lane):
-            for page, body in zip(pages, bodies, strict=True):
-                self._pages[page].copy_(torch.from_numpy(body), non_blocking=True)
+    def write(self, pages: Iterable[tuple[int, Body]]) -> Wait | None:
+        """Asynchronous copies, each queued before the next page is drawn."""
+        try:
+            with self._lane.entered():
+                for page, body in pages:
+                    self._pages[page].copy_(torch.from_numpy(body), non_blocking=True)
+        except BaseException:  # whoever hears of it gives these pages to somebody else
+            self._lane.finish()
+            raise
+        return self._lane.mark()
 
 
 class GatheredMemory:
@@ -156,9 +178,11 @@ class GatheredMemory:
         """One launch, then one wait."""
         self._move(pages, into, is_out=True)
 
-    def write(self, pages: Sequence[int], bodies: Bodies) -> None:
-        """One launch, then one wait."""
-        self._move(pages, bodies, is_out=False)
+    def write(self, pages: Iterable[tuple[int, Body]]) -> Wait | None:
+        """One launch for all of them, then one wait."""
+        drawn = list(pages)
+        self._move([page for page, _ in drawn], [body for _, body in drawn], is_out=False)
+        return None
 
     def _move(self, pages: Sequence[int], bodies: Bodies, *, is_out: bool) -> None:
         if not pages:

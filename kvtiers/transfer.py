@@ -9,6 +9,9 @@ A move may start as soon as it is submitted: the control plane frees no page tha
 still reads or writes, and names no page as a source before a finished step has filled it. A page
 whose bytes are in doubt is not moved: its ack says so, and whoever wanted it computes it.
 
+A load-back's pages are looked at one by one, each just before its copy is queued, and the next
+batch is queued before the one before it has arrived: a link has its next copy in time.
+
 Does not know: why a page moves, requests, steps. Thread rule: `submit`, `take_acks`, `probe` and
 `close` belong to one thread; `wake` is called on any.
 """
@@ -19,10 +22,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtiers.device_memory import DeviceMemory
+from kvtiers.device_memory import Body, DeviceMemory, Wait
 from kvtiers.host_pool import HostPool
 from kvtiers.store import Store
 from kvtiers.transfer_queues import Move, MoveKind, MoveQueue
@@ -48,6 +51,16 @@ class Ack:
 
     ticket: int
     ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Moves of one kind that were begun. `wait`: for those that may not have arrived."""
+
+    moves: list[Move]
+    oks: list[bool]
+    wait: Wait | None
+    start_s: float
 
 
 class TransferEngine:
@@ -205,43 +218,80 @@ class TransferEngine:
     # The threads' side --------------------------------------------------------------------
 
     def _work(self, queue: MoveQueue) -> None:
-        carry_out = {
-            MoveKind.LOAD_BACK: self._load_back,
-            MoveKind.WRITE_BACK: self._write_back,
-            MoveKind.FETCH: self._fetch,
-            MoveKind.STORE: self._put,
-        }
-        while (work := queue.take(self._batch)) is not None:
+        under_way: _Batch | None = None  # its copies are queued, and may have arrived
+        while (work := queue.take(self._batch, waits=under_way is None)) is not None:
+            before, under_way = under_way, None
+            is_load = not callable(work) and len(work) > 0 and work[0].kind is MoveKind.LOAD_BACK
+            if before is not None and not is_load:
+                self._finish(queue, before)
+                before = None
             if callable(work):
                 work()
                 queue.done(1)
-                continue
-            start_s = time.perf_counter()
-            kind = work[0].kind
+            elif work:
+                under_way = self._begin(work)
+            if before is not None:
+                self._finish(queue, before)
+            if under_way is not None and under_way.wait is None:
+                self._finish(queue, under_way)
+                under_way = None
+        if under_way is not None:
+            self._finish(queue, under_way)
+
+    def _begin(self, moves: list[Move]) -> _Batch:
+        """Carry moves out; of a load-back, perhaps only queue the copies."""
+        kind, start_s = moves[0].kind, time.perf_counter()
+        oks, wait = [False] * len(moves), None
+        try:
+            if kind is MoveKind.LOAD_BACK:
+                oks, wait = self._load_back(moves)
+            elif kind is MoveKind.WRITE_BACK:
+                oks = self._write_back(moves)
+            else:
+                oks = self._fetch(moves) if kind is MoveKind.FETCH else self._put(moves)
+        except Exception:  # the pages are lost, not the thread: nobody else would ack them
+            logger.exception("%d moves failed: %s", len(moves), kind.name.lower())
+        return _Batch(moves, oks, wait, start_s)
+
+    def _finish(self, queue: MoveQueue, batch: _Batch) -> None:
+        """Wait for what was queued, and ack it."""
+        kind, oks = batch.moves[0].kind, batch.oks
+        if batch.wait is not None:
             try:
-                oks = carry_out[kind](work)
-            except Exception:  # the pages are lost, not the thread: nobody else would ack them
-                logger.exception("%d moves failed: %s", len(work), kind.name.lower())
-                oks = [False] * len(work)
-            num_bytes = sum(oks) * self._pool.shape.page_bytes
-            self.rates.note(kind, oks, num_bytes, time.perf_counter() - start_s)
-            self._ack(work, oks)
-            queue.done(len(work))
+                batch.wait()
+            except Exception:  # what a device did wrong shows when it is waited for
+                logger.exception("%d moves failed: %s", len(oks), kind.name.lower())
+                oks = [False] * len(oks)
+        now_s = time.perf_counter()
+        # It may have been queued behind another, which is counted already.
+        seconds = now_s - max(batch.start_s, queue.last_end_s)
+        queue.last_end_s = now_s
+        self.rates.note(kind, oks, sum(oks) * self._pool.shape.page_bytes, seconds)
+        self._ack(batch.moves, oks)
+        queue.done(len(oks))
 
     def _ack(self, moves: Sequence[Move], oks: Sequence[bool]) -> None:
         if moves:
             self._acks.extend(Ack(m.ticket, ok) for m, ok in zip(moves, oks, strict=True))
             self._wake()
 
-    def _load_back(self, moves: Sequence[Move]) -> list[bool]:
+    def _load_back(self, moves: Sequence[Move]) -> tuple[list[bool], Wait | None]:
+        oks: list[bool] = []
+        wait = self._device.write(self._good_pages(moves, oks))
+        if not all(oks):
+            logger.warning("%d pages of L2 are damaged; computed anew", oks.count(False))
+        return oks, wait
+
+    def _good_pages(self, moves: Sequence[Move], oks: list[bool]) -> Iterator[tuple[int, Body]]:
+        """Targets and bytes of the moves whose source is sound, each looked at when it is drawn;
+        `oks` gets what was found."""
         pool = self._pool
         is_good = pool.is_sound if self._checks_bodies else pool.holds
-        oks = [is_good(move.source, move.page_hash) for move in moves]
-        good = [move for move, ok in zip(moves, oks, strict=True) if ok]
-        self._device.write([m.target for m in good], [pool.body(m.source) for m in good])
-        if len(good) < len(moves):
-            logger.warning("%d pages of L2 are damaged; computed anew", len(moves) - len(good))
-        return oks
+        for move in moves:
+            ok = is_good(move.source, move.page_hash)
+            oks.append(ok)
+            if ok:
+                yield move.target, pool.body(move.source)
 
     def _write_back(self, moves: Sequence[Move]) -> list[bool]:
         pool = self._pool

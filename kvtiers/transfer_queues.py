@@ -52,6 +52,7 @@ class MoveQueue:
         self._changed = threading.Condition()
         self._is_closed = False
         self._num_taken = 0  # moves and calls that were taken and are not done
+        self.last_end_s = 0.0  # when the thread was last done with a batch; its own to write
 
     def put(self, moves: Sequence[Move]) -> list[Move]:
         """Add moves; returns those that gave way: the oldest of a line that is full, or all of
@@ -74,8 +75,14 @@ class MoveQueue:
             self._calls.append(work)
             self._changed.notify_all()
 
-    def take(self, most: Mapping[MoveKind, int]) -> list[Move] | Callable[[], None] | None:
-        """The next work, waiting for it: moves of one kind, up to `most` of it; None: the end."""
+    def take(
+        self, most: Mapping[MoveKind, int], *, waits: bool = True
+    ) -> list[Move] | Callable[[], None] | None:
+        """The next work: moves of one kind, up to `most` of it; None: the end.
+
+        Args:
+            waits: for work; else there may be none, an empty list.
+        """
         with self._changed:
             while True:
                 if self._calls:
@@ -88,6 +95,8 @@ class MoveQueue:
                         return batch
                 if self._is_closed:
                     return None
+                if not waits:
+                    return []
                 self._changed.wait()
 
     def done(self, num_taken: int) -> None:

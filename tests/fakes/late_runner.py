@@ -13,7 +13,7 @@ import random
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from engine.execution.batch import ForwardBatch
 from engine.execution.host_launcher import HostLauncher
 from engine.execution.steps import Launcher, Step, StepResult
-from kvtiers.device_memory import DeviceMemory
+from kvtiers.device_memory import Body, DeviceMemory, Wait
 from tests.fakes.scripted_runner import Script, ScriptedRunner
 
 RUBBISH = 5  # a token
@@ -102,10 +102,11 @@ class LaggingMemory:
     def read(self, pages: Sequence[int], into: Sequence[NDArray[np.uint8]]) -> None:
         self._lag(lambda: self._memory.read(pages, into))
 
-    def write(self, pages: Sequence[int], bodies: Sequence[NDArray[np.uint8]]) -> None:
-        self._lag(lambda: self._memory.write(pages, bodies))
+    def write(self, pages: Iterable[tuple[int, Body]]) -> Wait | None:
+        self._lag(lambda: self._memory.write(pages))
+        return None
 
-    def _lag(self, copy: Callable[[], None]) -> None:
+    def _lag(self, copy: Callable[[], object]) -> None:
         time.sleep(self._delay_s())
         copy()
         time.sleep(self._delay_s())

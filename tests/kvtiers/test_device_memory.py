@@ -11,7 +11,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvtiers.device_memory import CopiedMemory, DeviceMemory, GatheredMemory, HostMemory
+from kvtiers.device_memory import (
+    Body,
+    CopiedMemory,
+    DeviceMemory,
+    GatheredMemory,
+    HostMemory,
+    Wait,
+)
 
 NUM_PAGES, NUM_SLOTS, PAGE_BYTES, HEADER, WIDTH = 6, 5, 1048, 256, 4096
 
@@ -30,6 +37,11 @@ class NotingLane:
         finally:
             self.log.append("leave")
 
+    def mark(self) -> Wait:
+        assert self.log[-1] == "leave", "it waits for nothing that was not queued"
+        self.log.append("mark")
+        return lambda: self.log.append("wait")
+
     def finish(self) -> None:
         assert self.log[-1] == "leave", "it waits for nothing that was not queued"
         self.log.append("finish")
@@ -41,6 +53,10 @@ MEMORIES: dict[str, Make] = {
     "copied": lambda pages, slots, lane: CopiedMemory(pages, lane),
     "gathered": GatheredMemory,
 }
+
+
+def done() -> None:
+    """What waits for bytes that are there."""
 
 
 def region() -> NDArray[np.uint8]:
@@ -62,26 +78,62 @@ def test_pages_go_out_to_any_slots_and_come_back(kind: str) -> None:
     whole = slots.base
     assert isinstance(whole, np.ndarray) and not whole[:, :HEADER].any()
     pages.zero_()
-    memory.write([1, 3], [slots[4], slots[0]])
+    (memory.write([(1, slots[4]), (3, slots[0])]) or done)()
     assert torch.equal(pages[1], before[5]) and torch.equal(pages[3], before[0])
     assert not pages[[0, 2, 4, 5]].any()
-    memory.write([], [])
+    (memory.write([]) or done)()
 
 
 @pytest.mark.parametrize("kind", ["copied", "gathered"])
-def test_a_call_returns_when_the_lane_has_done_what_it_queued(kind: str) -> None:
+def test_what_is_read_is_there_and_what_is_written_is_waited_for(kind: str) -> None:
     lane, slots = NotingLane(), region()
     memory = MEMORIES[kind](torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), slots, lane)
     memory.read([1], [slots[1]])
-    memory.write([2], [slots[1]])
-    assert lane.log == ["enter", "leave", "finish"] * 2
+    wait = memory.write([(2, slots[1])])
+    if wait is None:
+        assert lane.log == ["enter", "leave", "finish"] * 2
+        return
+    assert lane.log == ["enter", "leave", "finish", "enter", "leave", "mark"]
+    wait()
+    assert lane.log[-1] == "wait"
+
+
+@pytest.mark.parametrize("kind", ["host", "copied"])
+def test_a_page_is_on_its_way_before_the_next_one_is_drawn(kind: str) -> None:
+    """Whoever draws looks at each page; a link that waited for all of that would idle."""
+    slots = region()
+    slots[:] = 7
+    pages = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
+    memory = MEMORIES[kind](pages, slots, NotingLane())
+
+    def drawn() -> Iterator[tuple[int, Body]]:
+        for page in range(4):
+            assert bool(pages[:page].eq(7).all()) and not pages[page:].any()
+            yield page, slots[page]
+
+    (memory.write(drawn()) or done)()
+    assert bool(pages[:4].eq(7).all())
 
 
 def test_a_copy_that_fails_leaves_none_before_it_under_way() -> None:
     """Its pages go to others when its tickets are lost."""
     lane, slots = NotingLane(), region()
     memory = CopiedMemory(torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), lane)
-    for move in (memory.read, memory.write):
-        with pytest.raises(IndexError):
-            move([1, NUM_PAGES], [slots[1], slots[2]])
+    with pytest.raises(IndexError):
+        memory.read([1, NUM_PAGES], [slots[1], slots[2]])
+    with pytest.raises(IndexError):
+        memory.write([(1, slots[1]), (NUM_PAGES, slots[2])])
     assert lane.log == ["enter", "leave", "finish"] * 2
+
+
+def test_a_look_that_fails_leaves_no_copy_before_it_under_way() -> None:
+    lane, slots = NotingLane(), region()
+    memory = CopiedMemory(torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), lane)
+
+    def drawn() -> Iterator[tuple[int, Body]]:
+        yield 1, slots[1]
+        raise RuntimeError("no header can be read")
+
+    with pytest.raises(RuntimeError):
+        memory.write(drawn())
+    assert lane.log == ["enter", "leave", "finish"]

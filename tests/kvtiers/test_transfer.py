@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvtiers.device_memory import Body, Wait
 from kvtiers.host_pool import HostPool, PageName, PoolShape
 from kvtiers.keys import ObjectKeys
 from kvtiers.store import Store
@@ -54,16 +55,23 @@ class FakeDevice:
         self.gate.set()
         self.is_broken = False
         self.done: list[str] = []
+        self.before_page: Callable[[int], None] = lambda page: None  # that is written
+        self.wait: Callable[[list[int]], Wait | None] = lambda pages: None  # for these
 
     def read(self, pages: Sequence[int], into: Bodies) -> None:
         self._enter(f"read {list(pages)}")
         for page, body in zip(pages, into, strict=True):
             body[:] = self.pages[page]
 
-    def write(self, pages: Sequence[int], bodies: Bodies) -> None:
-        self._enter(f"write {list(pages)}")
-        for page, body in zip(pages, bodies, strict=True):
+    def write(self, pages: Iterable[tuple[int, Body]]) -> Wait | None:
+        self.gate.wait(10)
+        drawn = []
+        for page, body in pages:
+            self.before_page(page)
             self.pages[page] = body
+            drawn.append(page)
+        self._enter(f"write {drawn}")
+        return self.wait(drawn)
 
     def _enter(self, what: str) -> None:
         self.gate.wait(10)
@@ -192,6 +200,85 @@ def test_a_page_that_memory_damaged_goes_nowhere(make: Make, kind: MoveKind) -> 
     assert acks == {bad.ticket: False, good.ticket: True}
     assert np.array_equal(bench.device.pages[11], before[11])
     assert len(store.objects) == (1 if kind is MoveKind.STORE else 0)
+
+
+def test_each_page_is_looked_at_when_its_turn_comes(make: Make) -> None:
+    """Not all of them before the first copy, while the link would idle: what is damaged while the
+    page before it is copied is still found, and what lies around it arrives."""
+    bench = make()
+    bench.run(*(bench.move(MoveKind.WRITE_BACK, page, page, page) for page in range(3)))
+
+    def damage(page: int) -> None:
+        if page == 9:
+            bench.pool.slot(1)[700] ^= 1
+
+    bench.device.before_page = damage
+    loads = [bench.move(MoveKind.LOAD_BACK, page, 9 + page, page) for page in range(3)]
+    assert list(bench.run(*loads).values()) == [True, False, True]
+    assert np.array_equal(bench.device.pages[9], bench.device.pages[0])
+    assert np.array_equal(bench.device.pages[11], bench.device.pages[2])
+
+
+def test_a_batch_is_queued_before_the_one_before_it_has_arrived(make: Make) -> None:
+    """And acked only when it has; what comes behind the last one does not wait for another."""
+    bench = make()
+    bench.run(*(bench.move(MoveKind.WRITE_BACK, page, page, page) for page in range(NUM_SLOTS)))
+    done = bench.device.done
+    done.clear()
+
+    def wait_for(pages: list[int]) -> Wait:
+        def wait() -> None:
+            done.append(f"there {pages}, acked before {len(bench.engine._acks)}")
+
+        return wait
+
+    bench.device.wait = wait_for
+    bench.device.gate.clear()
+    loads = [bench.move(MoveKind.LOAD_BACK, page, 4 + page, page) for page in range(NUM_SLOTS)]
+    bench.engine.submit(loads)
+    bench.device.gate.set()
+    assert bench.engine.wait_idle(10)
+    acks = bench.engine.take_acks()
+    assert [(ack.ticket, ack.ok) for ack in acks] == [(load.ticket, True) for load in loads]
+    first, second = [4, 5, 6, 7], [8, 9, 10, 11]
+    assert done == [
+        f"write {first}",
+        f"write {second}",
+        f"there {first}, acked before 0",
+        f"there {second}, acked before 4",
+    ]
+    counters = bench.engine.counters()
+    assert counters["load_back_pages"] == NUM_SLOTS and counters["load_back_lost"] == 0
+
+
+def test_a_write_back_begins_when_the_loads_before_it_have_arrived(make: Make) -> None:
+    """Whoever waits for those loads does not wait for it too."""
+    bench = make()
+    bench.run(bench.move(MoveKind.WRITE_BACK, 0, 0, 0))
+    done = bench.device.done
+    done.clear()
+    bench.device.wait = lambda pages: lambda: done.append("there")
+    bench.device.gate.clear()
+    bench.engine.submit([bench.move(MoveKind.LOAD_BACK, 0, 10, 0)])
+    bench.engine.submit([bench.move(MoveKind.WRITE_BACK, 3, 3, 3)])
+    bench.device.gate.set()
+    assert set(bench.acks(2).values()) == {True}
+    assert done == ["write [10]", "there", "read [3]"]
+
+
+def test_loads_that_fail_on_their_way_are_lost_and_the_next_are_not(make: Make) -> None:
+    bench = make()
+    bench.run(bench.move(MoveKind.WRITE_BACK, 0, 0, 0))
+
+    def fail() -> None:
+        raise RuntimeError("an illegal address was encountered")
+
+    bench.device.wait = lambda pages: fail
+    lost = bench.move(MoveKind.LOAD_BACK, 0, 9, 0)
+    assert bench.run(lost) == {lost.ticket: False}
+    bench.device.wait = lambda pages: None
+    found = bench.move(MoveKind.LOAD_BACK, 0, 9, 0)
+    assert bench.run(found) == {found.ticket: True}
 
 
 def test_a_slow_store_lets_the_oldest_go_and_nothing_waits_for_it(make: Make) -> None:
