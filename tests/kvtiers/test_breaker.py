@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from kvtiers.breaker import BreakerLimits, BreakerState, BreakerStore
 from kvtiers.deadline_store import CHUNK_BYTES, Deadlines, DeadlineStore
-from kvtiers.store import StoreState
+from kvtiers.errors import StoreCallError
+from kvtiers.store import StoreState, resolve_parents
 from tests.fakes.memory_store import MemoryStore
-from tests.fakes.stored_pages import LAYOUT, blank, chain, pages, read
+from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES, blank, chain, page, pages, read
 
 KEYS = chain("a", 4)
 SOON = BreakerLimits(failures=2, first_pause_s=0.02, max_pause_s=0.05)
@@ -38,6 +39,20 @@ class Gate:
         self.num_waiting += 1
         assert self._open.wait(20)
         self.num_waiting -= 1
+
+
+class FollowedStore(MemoryStore):
+    """Remembers which page each page was said to follow."""
+
+    def __init__(self, layout_fingerprint: str) -> None:
+        super().__init__(layout_fingerprint)
+        self.follows: dict[str, str] = {}
+
+    def put(
+        self, keys: Sequence[str], blobs: Sequence[memoryview], parents: Sequence[str] | None = None
+    ) -> list[bool]:
+        self.follows |= dict(zip(keys, resolve_parents(keys, parents), strict=True))
+        return super().put(keys, blobs, parents)
 
 
 @pytest.fixture
@@ -164,15 +179,55 @@ def test_a_hung_store_is_cut_off_and_used_again_when_it_wakes(
     store.close()
 
 
-def test_a_read_that_comes_late_writes_into_nobodys_page(inner: MemoryStore, gate: Gate) -> None:
+@pytest.mark.parametrize("num_bytes", [PAGE_BYTES, CHUNK_BYTES // 2])
+def test_a_read_that_comes_late_writes_into_nobodys_page(
+    inner: MemoryStore, gate: Gate, num_bytes: int
+) -> None:
+    store = DeadlineStore(inner, Deadlines())
+    keys = chain("late", 4)
+    store.put(keys, pages(keys, num_bytes))
     store = DeadlineStore(inner, SHORT)
     gate.shut()
-    into = blank(4)
-    assert store.get(KEYS, into) == [False] * 4
+    into = blank(4, num_bytes)
+    assert store.get(keys, into) == [False] * 4
+    assert gate.num_waiting == 1, "what is behind a chunk that hangs is not tried"
     gate.open()
     _wait(lambda: store.status().state is StoreState.UP)
-    assert into == blank(4)
-    assert read(store, KEYS) == [True] * 4
+    assert into == blank(4, num_bytes)
+    assert read(DeadlineStore(inner, Deadlines()), keys, num_bytes) == [True] * 4
+
+
+@pytest.mark.parametrize("num_bytes", [PAGE_BYTES, CHUNK_BYTES // 2])
+def test_a_put_that_comes_late_stores_what_it_was_given(
+    inner: MemoryStore, gate: Gate, num_bytes: int
+) -> None:
+    store = DeadlineStore(inner, SHORT)
+    keys = chain("late", 4)
+    slots = pages(keys, num_bytes)
+    gate.shut()
+    assert store.put(keys, slots) == [False] * 4
+    assert gate.num_waiting == 1, "what is behind a chunk that hangs is not tried"
+    for slot in slots:  # the slots belong to other pages by now
+        slot[:] = page("another", num_bytes)
+    gate.open()
+    _wait(lambda: store.status().state is StoreState.UP)
+    stored = [key for key in keys if key in inner.objects]
+    assert stored and all(inner.objects[key] == page(key, num_bytes) for key in stored)
+
+
+def test_puts_larger_than_a_chunk_are_kept_whole_and_follow_each_other() -> None:
+    num_bytes = CHUNK_BYTES // 3
+    inner = FollowedStore(LAYOUT)
+    store = DeadlineStore(inner, Deadlines())
+    branch = [*KEYS[:2], *chain("b", 2)]
+    assert store.put(KEYS, pages(KEYS, num_bytes)) == [True] * 4
+    assert store.put(branch, pages(branch, num_bytes), ["", *branch[:3]]) == [True] * 4
+    assert read(store, [*KEYS, *branch], num_bytes) == [True] * 8
+    before = {KEYS[at]: KEYS[at - 1] if at else "" for at in range(4)}
+    before |= {branch[at]: branch[at - 1] if at else "" for at in range(4)}
+    assert inner.follows == before
+    with pytest.raises(StoreCallError, match="parents = '1 for 4 keys'"):
+        store.put(KEYS, pages(KEYS), [""])
 
 
 def test_no_more_than_two_calls_hang_at_once(inner: MemoryStore, gate: Gate) -> None:
