@@ -59,6 +59,7 @@ class CompileJob:
     compiled: Any = None  # xgrammar.CompiledGrammar
     error: GrammarError | None = None
     compile_ms: float = 0.0
+    size_bytes: int = ERROR_ENTRY_BYTES
 
 
 class GrammarCompiler:
@@ -84,7 +85,7 @@ class GrammarCompiler:
         """
         self._config = config
         self._on_done = on_done
-        self._cache: OrderedDict[bytes, tuple[CompileJob, int]] = OrderedDict()
+        self._cache: OrderedDict[bytes, CompileJob] = OrderedDict()
         self._cache_bytes = 0
         self._running: dict[bytes, CompileJob] = {}
         self._jobs: queue.SimpleQueue[CompileJob | None] = queue.SimpleQueue()
@@ -114,7 +115,7 @@ class GrammarCompiler:
         key = hashlib.sha256(f"{spec.kind}\0{spec.text}".encode()).digest()
         if key in self._cache:
             self._cache.move_to_end(key)
-            return self._cache[key][0], True
+            return self._cache[key], True
         if key in self._running:
             return self._running[key], False
         job = CompileJob(spec)
@@ -154,12 +155,11 @@ class GrammarCompiler:
         for key in [key for key, job in self._running.items() if job.is_done]:
             job = self._running.pop(key)
             self._num_compiled += 1
-            size = job.compiled.memory_size_bytes if job.error is None else ERROR_ENTRY_BYTES
-            self._cache[key] = (job, size)
-            self._cache_bytes += size
+            self._cache[key] = job
+            self._cache_bytes += job.size_bytes
         while self._cache_bytes > self._config.cache_bytes and self._cache:
-            _, (_, size) = self._cache.popitem(last=False)
-            self._cache_bytes -= size
+            _, dropped = self._cache.popitem(last=False)
+            self._cache_bytes -= dropped.size_bytes
 
     def _load(self, vocabulary: list[bytes], stop_ids: list[int]) -> None:
         import xgrammar  # seconds: it imports transformers
@@ -185,6 +185,7 @@ class GrammarCompiler:
             start = time.perf_counter()
             try:
                 job.compiled = _compile(self._backend, job.spec)
+                job.size_bytes = job.compiled.memory_size_bytes  # half a millisecond of its own
             except Exception as error:  # xgrammar raises what it likes for a bad grammar
                 job.error = GrammarError("invalid_grammar", _LOG_PREFIX.sub("", str(error)).strip())
             job.compile_ms = (time.perf_counter() - start) * 1e3

@@ -92,9 +92,14 @@ class Compiling:
             control_ids=tuple(vocabulary.control.values()),
         )
         self._compiler.wait_warm()
+        self._markers: dict[str, ControlMarkers] = {}
 
     def markers(self, tool_format: ToolFormat) -> ControlMarkers:
-        return ControlMarkers.among(tool_format.grammar_texts(), self.vocabulary.control)
+        """Found once for each family, as where a model is loaded."""
+        if tool_format.name not in self._markers:
+            texts, control = tool_format.grammar_texts(), self.vocabulary.control
+            self._markers[tool_format.name] = ControlMarkers.among(texts, control)
+        return self._markers[tool_format.name]
 
     def plan(self, tools: ToolSet, fmt: ToolFormat, choice: object = "auto") -> GrammarPlan:
         return build_structural_tag(
