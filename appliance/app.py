@@ -65,13 +65,14 @@ logger = logging.getLogger(__name__)
 SWEEP_EVERY_S = 30.0
 WAIT_FOR_ENGINE_S = 60.0
 SWEEP_JOURNALS_EVERY_S = 5.0
+# A request tries them in this order: turns are what most are about.
 ROUTERS = tuple(
     module.router
     for module in (
+        turns,
         history,
         sessions,
         implicit_sessions,
-        turns,
         chat,
         completions,
         responses,

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 USES = ("session.turn_ended", "session.items_appended", "session.history_replaced")
 AFTER_A_TURN = 0.5  # how likely a history is continued, as far as anybody knows
+PATIENCE_S = 0.005  # whoever waits for the end of a turn comes before what the engine is told of it
 MAX_TOLD_AGAIN = 500  # newest sessions, after an engine's restart
 
 
@@ -53,6 +54,10 @@ class HoldKeeper:
             chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
 
+    async def _tell_soon(self, session: Session) -> None:
+        await asyncio.sleep(PATIENCE_S)
+        await self._tell(session)
+
     async def _tell(self, session: Session) -> None:
         services = self._services
         now_ms = services.clock_ms()
@@ -78,7 +83,7 @@ class HoldKeeper:
 
     def _on_session_event(self, kind: str, session: Session, fields: dict[str, Any]) -> None:
         if kind in USES and session.current_turn is None:
-            self._begin(self._tell(session))
+            self._begin(self._tell_soon(session))
         elif kind == "session.expired":
             self._begin(self._release(session))
 

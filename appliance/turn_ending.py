@@ -11,6 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 from appliance import turn_record, turn_view
 from appliance.errors import ApiError
@@ -58,13 +59,17 @@ class TurnEnding:
     async def finish(self, run: TurnRun) -> None:
         """Commit what the run made, or keep its failure; then send the terminal event."""
         record = turn_record.conclude(run, self._clock_ms())
+        storing = asyncio.ensure_future(self._with_retries(run.session, record))
+        await asyncio.sleep(0)  # the store has it: what follows is done while a disk writes
+        turn = turn_view.turn_wire(run.session.id, record)
         try:
-            await self._with_retries(run.session, record)
+            await storing
         except SessionError as error:
             logger.error("turn not stored: %s", error, extra={"turn_id": run.turn_id})
             await self.break_off(run, ApiError(error.code, f"the turn was not stored: {error}"))
             return
-        self._tell(run, record)
+        self._tell(run, record, turn)
+        await asyncio.sleep(0)  # the readers come first
         self._count(run, record)
 
     async def break_off(self, run: TurnRun, error: ApiError) -> None:
@@ -75,7 +80,7 @@ class TurnEnding:
             await self._store_record(run.pending.session_id, record)
         except SessionError as problem:
             self._owe(run.pending.session_id, record, problem)
-        self._tell(run, record)
+        self._tell(run, record, turn_view.turn_wire(run.pending.session_id, record))
 
     async def abandon(self, pending: PendingTurn, error: ApiError) -> None:
         """Free the session of a turn that an earlier process left and that cannot go on."""
@@ -153,8 +158,7 @@ class TurnEnding:
         finally:
             self._in_trouble.pop(record.id, None)
 
-    def _tell(self, run: TurnRun, record: Record) -> None:
-        turn = turn_view.turn_wire(run.pending.session_id, record)
+    def _tell(self, run: TurnRun, record: Record, turn: dict[str, Any]) -> None:
         run.events.emit(TERMINAL_EVENT[record.status], turn_view.terminal_fields(turn))
         run.events.close()
 

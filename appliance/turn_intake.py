@@ -7,6 +7,7 @@ become tokens.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -127,10 +128,13 @@ class TurnIntake:
         expect_revision = session.revision if ask.body.expect_revision is not None else None
         claimed = session.begin_turn(pending, now_ms, expect_revision=expect_revision)
         journals = self._services.journals
+        claiming = asyncio.ensure_future(self._services.store.begin_turn(claimed, pending))
+        await asyncio.sleep(0)  # the store has it: what follows is done while a disk writes
         events = waiting.events if waiting is not None else journals.create(session.id, pending.id)
         is_begun = False
         try:
-            claim = await self._services.store.begin_turn(claimed, pending)
+            run = build_run(self._services, claimed, log, pending, events)
+            claim = await claiming
             is_begun = claim.created
         finally:
             if not is_begun and waiting is None:
@@ -139,8 +143,9 @@ class TurnIntake:
             return claim.turn_id
         if waiting is None:
             events.emit("turn.created", {"turn": turn_view.pending_wire(pending)})
-        run = build_run(self._services, claim.session, log, pending, events)
+        run.session = claim.session
         self._runner.launch(run, ask.received_s)
+        await asyncio.sleep(0)  # the engine has it, before an answer to the client is put together
         return claim.turn_id
 
     async def _prepare(

@@ -4,9 +4,10 @@
 A session with a long history, the real store and the real HTTP server; the fake engine and the
 client are processes of their own, as they must not share an interpreter with what is measured.
 Prints one JSON line a length: the server's time from the request's head to its being with the
-engine's socket, the time from the engine's last word to the terminal event (the commit's fsync
-included), what of both the durable writes of the store took (a disk that has been idle for 0.1 s
-takes 2 ms longer on some machines), and the CPU of the server's loop until the turn is accepted.
+engine's socket, the time from the engine's last word until the client's socket has the terminal
+event (the commit's fsync included), what of both the durable writes of the store took (a disk that
+has been idle for 0.1 s takes 2 ms longer on some machines), and the CPU of the server's loop until
+the turn is accepted.
 The bars: 5 ms for both times together at 30K tokens, and 1.5 times at most from 1K to 100K.
 
     python -m benchmarks.session_overhead [--tokens 1000 30000 100000] [--turns 30]
@@ -28,6 +29,9 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+from starlette.types import Message, Receive, Scope, Send
+
+from appliance.api.sse import FrameResponse
 from appliance.api_main import settle_memory
 from appliance.turn_preparation import Ask
 from appliance.turn_run import TurnRun
@@ -62,6 +66,7 @@ class Stopwatch:
         self.submit_s: list[float] = []
         self.end_s: list[float] = []
         self.start_cpu_s: list[float] = []
+        self._last_word_s = 0.0
         self.store_s: dict[str, list[float]] = {"begin_turn": [], "commit_turn": []}
 
     def watch(self, app: RunningApp) -> None:
@@ -81,11 +86,24 @@ class Stopwatch:
                 self.submit_s.append(time.monotonic() - run.started_s)
 
         async def timed_finish(run: TurnRun) -> None:
+            self._last_word_s = run.progress_s
             await finish(run)
-            self.end_s.append(time.monotonic() - run.progress_s)
 
         for name, times_s in self.store_s.items():
             self._watch_store(app.services.store, name, times_s)
+
+        async def timed_stream(
+            response: FrameResponse, scope: Scope, receive: Receive, send: Send
+        ) -> None:
+            async def timed(message: Message) -> None:
+                await send(message)
+                if b"event: turn.completed" in message.get("body", b""):
+                    self.end_s.append(time.monotonic() - self._last_word_s)
+
+            await stream(response, scope, receive, timed)
+
+        stream = FrameResponse.__call__
+        FrameResponse.__call__ = timed_stream  # type: ignore[method-assign]
         turns.start, turns.runner.ending.finish = timed_start, timed_finish
         client._send = timed_send  # type: ignore[method-assign]
 

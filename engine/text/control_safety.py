@@ -63,6 +63,9 @@ class Neutraliser:
         # one, could become that token beside a literal of the template.
         self._heads = {text[:size] for text in texts for size in range(1, len(text))}
         self._tails = {text[size:] for text in texts for size in range(1, len(text))}
+        # Nearly every text is told apart by the one character at its edge.
+        self._head_edges = frozenset(text[-1] for text in self._heads)
+        self._tail_edges = frozenset(text[0] for text in self._tails)
         self._longest = max(map(len, texts), default=0)
 
     def apply(self, value: Any, sentinel: str) -> Any:
@@ -85,9 +88,9 @@ class Neutraliser:
             text = self._whole.sub(lambda m: m[0][0] + sentinel + m[0][1:], text)
         sizes = range(1, self._longest)
         body = text.rstrip()  # templates trim; the sentinel goes beside what a trim leaves
-        if any(body[-size:] in self._heads for size in sizes):
+        if body[-1:] in self._head_edges and any(body[-size:] in self._heads for size in sizes):
             text = body + sentinel + text[len(body) :]
         body = text.lstrip()
-        if any(body[:size] in self._tails for size in sizes):
+        if body[:1] in self._tail_edges and any(body[:size] in self._tails for size in sizes):
             text = text[: len(text) - len(body)] + sentinel + body
         return text
