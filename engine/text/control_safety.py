@@ -61,12 +61,8 @@ class Neutraliser:
         self._whole = pattern_of(texts)
         # A client string that ends with the head of a token text, or begins with the tail of
         # one, could become that token beside a literal of the template.
-        self._heads = {text[:size] for text in texts for size in range(1, len(text))}
-        self._tails = {text[size:] for text in texts for size in range(1, len(text))}
-        # Nearly every text is told apart by the one character at its edge.
-        self._head_edges = frozenset(text[-1] for text in self._heads)
-        self._tail_edges = frozenset(text[0] for text in self._tails)
-        self._longest = max(map(len, texts), default=0)
+        self._heads = _by_edge({text[:size] for text in texts for size in range(1, len(text))}, -1)
+        self._tails = _by_edge({text[size:] for text in texts for size in range(1, len(text))}, 0)
 
     def apply(self, value: Any, sentinel: str) -> Any:
         """The same JSON-like value with sentinels in its strings and keys."""
@@ -86,11 +82,18 @@ class Neutraliser:
     def _text(self, text: str, sentinel: str) -> str:
         while self._whole.search(text):  # breaking one up may bare another inside it
             text = self._whole.sub(lambda m: m[0][0] + sentinel + m[0][1:], text)
-        sizes = range(1, self._longest)
         body = text.rstrip()  # templates trim; the sentinel goes beside what a trim leaves
-        if body[-1:] in self._head_edges and any(body[-size:] in self._heads for size in sizes):
+        if body.endswith(self._heads.get(body[-1:], ())):
             text = body + sentinel + text[len(body) :]
         body = text.lstrip()
-        if body[:1] in self._tail_edges and any(body[:size] in self._tails for size in sizes):
+        if body.startswith(self._tails.get(body[:1], ())):
             text = text[: len(text) - len(body)] + sentinel + body
         return text
+
+
+def _by_edge(texts: Iterable[str], edge: int) -> dict[str, tuple[str, ...]]:
+    """These texts by their first (0) or last (-1) character: few are left to compare with."""
+    groups: dict[str, list[str]] = {}
+    for text in texts:
+        groups.setdefault(text[edge], []).append(text)
+    return {char: tuple(group) for char, group in groups.items()}
