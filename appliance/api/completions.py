@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 
 from appliance.answer import AnswerReader
@@ -147,9 +148,23 @@ def _checked_ids(token_ids: Sequence[int], services: Services, path: str) -> byt
     if not token_ids:
         raise ApiError("invalid_value", f"{path}: must not be empty", path)
     vocab_size = services.assets.vocab_size
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+    raw = _encoded(token_ids, vocab_size)
+    if raw is None:
         index = next(i for i, one in enumerate(token_ids) if not 0 <= one < vocab_size)
         where = f"{path}[{index}]"
         message = f"{where}: {token_ids[index]} is no token id; allowed: 0 to {vocab_size - 1}"
         raise ApiError("invalid_value", message, where)
-    return encode_ids(list(token_ids))
+    return raw
+
+
+def _encoded(token_ids: Sequence[int], vocab_size: int) -> bytes | None:
+    """Return the ids as the engine takes them; None if one is no id of the vocabulary.
+
+    They are compared once they are packed: a context of ids costs 2 ms more one by one.
+    """
+    try:
+        raw = encode_ids(token_ids)
+    except OverflowError:
+        return None
+    values = np.frombuffer(raw, dtype="<i4")
+    return raw if values.min() >= 0 and values.max() < vocab_size else None

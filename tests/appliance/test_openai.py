@@ -319,6 +319,8 @@ def test_completion_logprobs_have_the_legacy_shape(client: Any) -> None:
         ({"prompt": [[1], [2, 10**6]]}, "invalid_value", "prompt[1][1]"),
         ({"prompt": ""}, "invalid_value", "prompt"),
         ({"prompt": [1, 10**6]}, "invalid_value", "prompt[1]"),
+        ({"prompt": [1, 2**40]}, "invalid_value", "prompt[1]"),
+        ({"prompt": [1, 2, -1]}, "invalid_value", "prompt[2]"),
         ({"stop_token_ids": [-1]}, "invalid_value", "stop_token_ids"),
     ],
 )
