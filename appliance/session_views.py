@@ -26,6 +26,8 @@ from sessions.turn_log import TURN, PendingTurn, Record, TurnLog
 
 logger = logging.getLogger(__name__)
 
+RECENT_TURNS = 20  # whose cache is summed up
+
 
 class SessionViews:
     """Read-only; `tenant` None sees every tenant's sessions."""
@@ -83,6 +85,7 @@ class SessionViews:
         services = self._services
         session = await services.store.get(session_id, tenant=tenant)
         log = await services.store.read_log(session)
+        turns = [record for record in log.records if record.kind == TURN]
         now_ms = services.clock_ms()
         view: dict[str, Any] = {
             "object": "session.cache",
@@ -94,6 +97,8 @@ class SessionViews:
             "copies": copies_wire(self._meter.copies(session_id)),
             "cost": cost_wire(self._meter.cost_of(session)),
             "last_turn": None,
+            "recent_turns": turn_view.recent_turns(turns[-RECENT_TURNS:]),
+            "num_turns": len(turns),
             "miss": None,
         }
         salt = services.salt_of(session.tenant)

@@ -6,6 +6,7 @@ Does not know: stores, HTTP. An absent field means unknown, not zero.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from appliance.cache_report import REPORT
@@ -117,12 +118,23 @@ def last_turn_cache(record: Record) -> dict[str, Any]:
     return view
 
 
+def recent_turns(turns: Sequence[Record]) -> dict[str, int]:
+    """Return how much of these turns' prompts the cache held, of those where that is known."""
+    known = [turn.usage for turn in turns if turn.usage.computed is not None]
+    return {
+        "turns": len(known),
+        "cached_tokens": sum(usage.cached for usage in known),
+        "prompt_tokens": sum(usage.input_tokens for usage in known),
+    }
+
+
 def session_wire(session: Session, now_ms: int | None = None) -> dict[str, Any]:
     """Return a session resource, as of `now_ms` where its time may be over by now."""
     settings = session.settings
     return {
         "id": session.id,
         "object": "session",
+        "tenant": session.tenant,
         "status": session.status if now_ms is None else session.status_at(now_ms),
         "revision": session.revision,
         "model": session.model,

@@ -209,6 +209,7 @@ class Quota(TypedDict):
 class Session(TypedDict):
     id: str
     object: Literal["session"]
+    tenant: str
     status: SessionStatus
     revision: int
     model: str
@@ -313,6 +314,14 @@ class TierCosts(TypedDict):
     l3_byte_s: float
 
 
+class RecentTurns(TypedDict):
+    """The prompts of the last turns whose cache is known, summed up."""
+
+    turns: int
+    cached_tokens: int
+    prompt_tokens: int
+
+
 class CacheView(TypedDict, extra_items=Any):  # type: ignore[call-arg]
     """`resident`: where a turn would find each token, the nearest tier; unknown without an engine.
 
@@ -327,6 +336,8 @@ class CacheView(TypedDict, extra_items=Any):  # type: ignore[call-arg]
     cost: TierCosts
     copies: TierTokens | None
     last_turn: TurnCache | None
+    recent_turns: RecentTurns
+    num_turns: int
     miss: Miss | None
     resident: NotRequired[TierTokens]
 

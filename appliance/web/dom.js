@@ -50,5 +50,5 @@ export function show(node, ...children) {
 
 export function tierKey() {
   const names = [["l1", "L1 device"], ["l2", "L2 host"], ["l3", "L3 store"], ["none", "none: to compute"]];
-  return el("p", { class: "key soft" }, "Tokens by tier:", ...names.flatMap(([cls, text]) => [el("i", { class: cls }), text]));
+  return el("p", { class: "key soft" }, "Tokens by tier:", ...names.map(([cls, text]) => el("span", {}, el("i", { class: cls }), text)));
 }

@@ -27,6 +27,14 @@ export function bytes(n) {
   return `${n.toFixed(at ? 1 : 0)} ${units[at]}`;
 }
 
+// A counter of the server by its name: bytes as such, seconds with their parts.
+export function counter(name, n) {
+  if (name.includes("bytes")) return `${bytes(n)}${name.endsWith("_per_s") ? "/s" : ""}`;
+  return name.endsWith("seconds") ? `${n.toFixed(2)} s` : whole(n);
+}
+
+export const counted = (n, word) => `${whole(n)} ${word}${n === 1 ? "" : "s"}`;
+
 export function ago(seconds, nowMs) {
   const s = Math.max(0, Math.round(nowMs / 1000 - seconds));
   if (s < 60) return `${s} s`;
@@ -41,14 +49,11 @@ export function reuse(cache) {
   return { cached, total: cached + cache.computed };
 }
 
-export function sumReuse(caches) {
-  const known = caches.map(reuse).filter(Boolean);
-  return {
-    num: known.length,
-    cached: known.reduce((sum, one) => sum + one.cached, 0),
-    total: known.reduce((sum, one) => sum + one.total, 0),
-  };
-}
+// The share of prompt tokens that the last turns found in the cache; null where none is known.
+export const recentShare = (look) => {
+  const recent = look?.recent_turns;
+  return recent?.prompt_tokens ? recent.cached_tokens / recent.prompt_tokens : null;
+};
 
 // [[tier, tokens]...] of a session, what no tier has as "none"; null where that is not known.
 export function shares(resident, total) {
@@ -69,7 +74,7 @@ export function nameOf(session) {
   const metadata = session.metadata ?? {};
   const name = metadata.name ?? metadata.title;
   if (name) return String(name);
-  return Object.entries(metadata).map(([key, value]) => `${key}=${value}`).join(", ");
+  return Object.entries(metadata).filter(([, value]) => value !== "").map(([key, value]) => `${key}=${value}`).join(", ");
 }
 
 export const matches = (session, words) =>

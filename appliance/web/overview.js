@@ -3,7 +3,7 @@
 
 import { ENDPOINTS, Refused, call } from "./api.js";
 import { bar, button, card, el, show, table } from "./dom.js";
-import { TIERS, bytes, percent, rate, treeOf, whole } from "./facts.js";
+import { TIERS, bytes, counted, counter, percent, rate, treeOf, whole } from "./facts.js";
 
 const RECENT = 50;
 let before = null;
@@ -92,7 +92,7 @@ export async function cache(main, refresh) {
     table(["tier", "kind", "state", ["used", true], ["of", true], ["pages", true], "counters"],
       tiers.data.map((tier) => [tier.tier, tier.kind, tier.reason ? `${tier.state}: ${tier.reason}` : tier.state,
         bytes(tier.used_bytes), bytes(tier.capacity_bytes), whole(tier.num_pages),
-        Object.entries(tier.counters).filter(([, n]) => n).map(([name, n]) => `${name} ${whole(n)}`).join(", ")]), "no tiers"),
+        Object.entries(tier.counters).filter(([, n]) => n).map(([name, n]) => `${name.replaceAll("_", " ").replace(/ (bytes|seconds)( per s)?$/, "")} ${counter(name, n)}`).join(", ")]), "no tiers"),
     el("h2", {}, "Who has taken the most (MB s by tier)"),
     table(["session", "tenant", "status", ["tokens", true], ...TIERS.map((name) => [name, true])],
       top.data.map((row) => [link(row.session_id), row.tenant, row.status, whole(row.tokens_total), ...megabytes(row)]), "no sessions"),
@@ -115,7 +115,7 @@ function nodes({ roots, children }) {
   const list = (some) => el("ul", {}, ...some.map((node) => {
     const where = TIERS.filter((tier) => node.tiers[tier]).map((tier) => `${tier} ${node.tiers[tier]}`).join(", ");
     const below = children.get(node.node_id);
-    return el("li", {}, el("b", {}, `${whole(node.num_tokens)} tokens`), ` ${node.num_pages} pages (${where || "none"})`,
+    return el("li", {}, el("b", {}, counted(node.num_tokens, "token")), ` ${counted(node.num_pages, "page")} (${where || "none"})`,
       node.num_users ? `, ${node.num_users} in use ` : " ", el("code", { class: "soft" }, node.text.slice(0, 80)), below ? list(below) : null);
   }));
   const top = list(roots);

@@ -3,7 +3,7 @@
 
 import { ENDPOINTS, call } from "./api.js";
 import { bar, button, el, show, table, tierKey } from "./dom.js";
-import { REASONS, ago, calls, matches, nameOf, percent, reuse, searchOf, shares, sorted, stateOf, whole } from "./facts.js";
+import { REASONS, ago, calls, matches, nameOf, percent, recentShare, reuse, searchOf, shares, sorted, stateOf, whole } from "./facts.js";
 
 const STATUSES = ["", "idle", "queued", "running", "requires_action", "suspended", "expired", "failed"];
 const PAGE = 25;
@@ -16,11 +16,13 @@ const looks = new Map(); // by session: its cache view, when and of what revisio
 
 const share = (cache) => { const found = reuse(cache); return found && found.total ? found.cached / found.total : null; };
 const COLUMNS = [
-  ["session", (row) => row.session.id], ["name", (row) => nameOf(row.session)], ["state", (row) => row.session.status],
-  ["revision", (row) => row.session.revision], ["tokens", (row) => row.session.num_tokens], ["by tier", (row) => row.look?.resident?.l1],
-  ["last active", (row) => row.session.updated_at], ["last turn cached", (row) => share(row.look?.last_turn)], ["last miss", (row) => row.look?.miss?.reason],
+  ["session", (row) => row.session.id], ["name", (row) => nameOf(row.session)], ["tenant", (row) => row.session.tenant],
+  ["state", (row) => row.session.status], ["turns", (row) => row.look?.num_turns], ["tokens", (row) => row.session.num_tokens],
+  ["by tier", (row) => row.look?.resident?.l1], ["last active", (row) => row.session.updated_at],
+  ["cached lately", (row) => recentShare(row.look)], ["cached last", (row) => share(row.look?.last_turn)],
+  ["last miss", (row) => row.look?.miss?.reason],
 ];
-const NUMBERS = new Set(["revision", "tokens", "last turn cached"]);
+const NUMBERS = new Set(["turns", "tokens", "cached lately", "cached last"]);
 
 export async function sessions(main, refresh) {
   const { query, words } = searchOf(list.search);
@@ -87,13 +89,16 @@ function tierBar(look, total) {
   return bar(parts, total, parts.map(([tier, tokens]) => `${tier} ${whole(tokens)}`).join(", "));
 }
 
+const sharePercent = (part) => (part == null ? "-" : percent(part, 1));
+
 function sessionRow({ session, look }) {
-  const last = reuse(look?.last_turn);
   const name = nameOf(session);
-  return el("tr", {}, el("td", { class: "long" }, link(session.id)), el("td", { class: "long", title: name }, name || "-"),
-    el("td", {}, stateOf(session, look?.resident)), el("td", { class: "num" }, whole(session.revision)),
+  return el("tr", {}, el("td", { class: "id" }, link(session.id)), el("td", { class: "long", title: name }, name || "-"),
+    el("td", { class: "long", title: session.tenant }, session.tenant), el("td", {}, stateOf(session, look?.resident)),
+    el("td", { class: "num", title: `revision ${session.revision}` }, whole(look?.num_turns)),
     el("td", { class: "num" }, whole(session.num_tokens)), el("td", {}, tierBar(look, session.num_tokens)),
-    el("td", {}, `${ago(session.updated_at, Date.now())} ago`), el("td", { class: "num" }, last ? percent(last.cached, last.total) : "-"),
+    el("td", {}, `${ago(session.updated_at, Date.now())} ago`), el("td", { class: "num" }, sharePercent(recentShare(look))),
+    el("td", { class: "num" }, sharePercent(share(look?.last_turn))),
     el("td", {}, look?.miss ? `${look.miss.reason} (${whole(look.miss.missed_tokens)})` : "-"));
 }
 
@@ -107,7 +112,7 @@ export async function session(main, id, refresh, confirmed) {
   show(main, el("h2", {}, nameOf(found) || "Session", " ", el("span", { class: "mono soft" }, id)),
     actions(found, refresh, confirmed), tierKey(), tierBar(look, found.num_tokens),
     el("p", {}, `${stateOf(found, look.resident)}; revision ${found.revision}; ${whole(found.num_tokens)} tokens, `
-      + `${whole(look.shared_tokens)} shared, ${whole(look.leased)} leased; ${found.num_items} items; model ${found.model}; `
+      + `${whole(look.shared_tokens)} shared, ${whole(look.leased)} leased; ${found.num_items} items; model ${found.model}; tenant ${found.tenant}; `
       + `active ${ago(found.updated_at, Date.now())} ago`),
     found.open_calls.length ? el("p", { class: "warn" }, "Waits for: ", found.open_calls.map((one) => one.name).join(", ")) : null,
     found.error ? el("p", { class: "bad" }, `${found.error.code}: ${found.error.message}`) : null,
@@ -116,9 +121,15 @@ export async function session(main, id, refresh, confirmed) {
     el("h2", {}, "Leases"), table(["lease", "tier", "state", ["tokens", true], "ends", "reason"],
       leases.data.map((one) => [el("code", {}, one.id), one.tier, one.state, `${whole(one.tokens_granted)} of ${whole(one.tokens_requested)}`,
         new Date(one.expires_at * 1000).toLocaleTimeString(), one.reason]), "No leases."),
-    el("h2", {}, "Turns"), turns.data.length > MAX_TURNS ? el("p", { class: "soft" }, `The last ${MAX_TURNS} of ${whole(turns.data.length)}.`) : null,
-    table([["n", true], "status", ["input", true], ["cached l1/l2/l3", true], ["computed", true], ["output", true], ["TTFT ms", true], "tool calls", "miss"],
+    el("h2", {}, "Turns"), recentLine(look), turns.data.length > MAX_TURNS ? el("p", { class: "soft" }, `The last ${MAX_TURNS} of ${whole(turns.data.length)}.`) : null,
+    table([["n", true], "status", ["input", true], ["cached l1/l2/l3", true], ["cached", true], ["computed", true], ["output", true], ["TTFT ms", true], "tool calls", "miss"],
       turns.data.map(turnCells).slice(-MAX_TURNS).reverse(), "No turns."));
+}
+
+function recentLine({ recent_turns: recent }) {
+  if (!recent.turns) return null;
+  return el("p", {}, `The last ${whole(recent.turns)} found ${percent(recent.cached_tokens, recent.prompt_tokens)} of their prompts cached: `
+    + `${whole(recent.cached_tokens)} of ${whole(recent.prompt_tokens)} tokens.`);
 }
 
 function turnCells(turn, at) {
@@ -126,7 +137,7 @@ function turnCells(turn, at) {
   const tiers = ["l1", "l2", "l3"].map((tier) => cache[`cached_${tier}`] ?? "-").join("/");
   const why = cache.miss && `${cache.miss.reason}: ${REASONS[cache.miss.reason] ?? "see the docs"}; ${whole(cache.miss.missed_tokens)} tokens`
     + (cache.miss.first_diverging_item ? ` from ${cache.miss.first_diverging_item}` : "");
-  return [at + 1, turn.error ? `${turn.status}: ${turn.error.code}` : turn.status, whole(usage.input_tokens), tiers, whole(cache.computed),
+  return [at + 1, turn.error ? `${turn.status}: ${turn.error.code}` : turn.status, whole(usage.input_tokens), tiers, sharePercent(share(cache)), whole(cache.computed),
     whole(usage.output_tokens), whole(timings.first_token_ms), calls(turn).join(", ") || "-", why || "-"];
 }
 

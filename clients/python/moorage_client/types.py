@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Generated from openapi.json (sha256 8ae561c4035d0c2b) by clients/generate.py; do not edit.
+# Generated from openapi.json (sha256 b8514f0d8fe9a807) by clients/generate.py; do not edit.
 
 from __future__ import annotations
 
@@ -189,6 +189,16 @@ class ReasoningSettings(TypedDict):
     history: Literal["keep", "drop_before_last_user"]
 
 
+class RecentTurns(TypedDict):
+    """
+    The prompts of the last turns whose cache is known, summed up.
+    """
+
+    cached_tokens: int
+    prompt_tokens: int
+    turns: int
+
+
 class RefusalPart(TypedDict):
     refusal: str
     type: Literal["refusal"]
@@ -368,7 +378,9 @@ class CacheView(TypedDict):
     last_turn: TurnCache | None
     leased: int
     miss: Miss | None
+    num_turns: int
     object: Literal["session.cache"]
+    recent_turns: RecentTurns
     resident: NotRequired[TierTokens]
     session_id: str
     shared_tokens: int
@@ -468,6 +480,7 @@ class Resumed(TypedDict):
     status: Literal[
         "idle", "queued", "running", "requires_action", "suspended", "expired", "failed", "closed"
     ]
+    tenant: str
     tool_choice: str | dict[str, Any] | None
     tools: list[dict[str, Any]]
     updated_at: float
@@ -504,6 +517,7 @@ class RolledBack(TypedDict):
     status: Literal[
         "idle", "queued", "running", "requires_action", "suspended", "expired", "failed", "closed"
     ]
+    tenant: str
     tool_choice: str | dict[str, Any] | None
     tools: list[dict[str, Any]]
     updated_at: float
@@ -537,6 +551,7 @@ class Session(TypedDict):
     status: Literal[
         "idle", "queued", "running", "requires_action", "suspended", "expired", "failed", "closed"
     ]
+    tenant: str
     tool_choice: str | dict[str, Any] | None
     tools: list[dict[str, Any]]
     updated_at: float
@@ -601,6 +616,7 @@ class SessionUpdated(TypedDict):
     status: Literal[
         "idle", "queued", "running", "requires_action", "suspended", "expired", "failed", "closed"
     ]
+    tenant: str
     tool_choice: str | dict[str, Any] | None
     tools: list[dict[str, Any]]
     updated_at: float
@@ -651,6 +667,7 @@ class Suspended(TypedDict):
     status: Literal[
         "idle", "queued", "running", "requires_action", "suspended", "expired", "failed", "closed"
     ]
+    tenant: str
     tier: Literal["l2", "l3"] | None
     tool_choice: str | dict[str, Any] | None
     tools: list[dict[str, Any]]
