@@ -19,6 +19,7 @@ add_library(moorage_scheduler STATIC
   schedule/intake.cpp
   schedule/integrity.cpp
   schedule/leases.cpp
+  schedule/loads.cpp
   schedule/moves.cpp
   schedule/planning.cpp
   schedule/probes.cpp

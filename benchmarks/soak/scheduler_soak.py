@@ -42,6 +42,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         probe_l3=use_l3 and rng.random() < 0.5,
         l3_wait_ms=rng.choice([0, 5, 50]),
         max_preemptions=rng.choice([0, 2]),
+        overlap_loads=rng.random() < 0.5,
     )
 
 
@@ -157,7 +158,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     start = said = time.monotonic()
-    seed, num_steps, num_requests = arguments.seed, 0, 0
+    seed, num_steps, num_requests, num_overlapped = arguments.seed, 0, 0, 0
     while time.monotonic() - start < arguments.minutes * 60:
         walk = Walk(seed)
         try:
@@ -168,11 +169,13 @@ def main() -> int:
         seed += 1
         num_steps += walk.harness.plans
         num_requests += len(walk.harness.jobs)
+        num_overlapped += walk.harness.num_rows_while_loading
         if time.monotonic() - said > 60:
             said = time.monotonic()
             print(json.dumps({"runs": seed - arguments.seed, "steps": num_steps}), flush=True)
     result = {"case": "scheduler_soak", "runs": seed - arguments.seed, "steps": num_steps}
-    print(json.dumps({**result, "requests": num_requests, "broken": 0}))
+    result |= {"requests": num_requests, "rows_while_loading": num_overlapped, "broken": 0}
+    print(json.dumps(result))
     return 0
 
 

@@ -27,6 +27,7 @@ class SchedulerConfig:
         num_l3_pages: int = 1 << 22,  # of the store: names remembered, the pool its leases share
         probe_l3: bool = False,  # plans ask what L3 has behind a new prompt's known hit
         l3_wait_ms: int = 0,  # how long a request waits for that answer; 0: best effort, not at all
+        overlap_loads: bool = False,  # a request runs while pages of L2 still come, see row_loads
         max_preemptions: int = 2,  # times a request gives its place to a better class; 0: never
     ) -> None: ...
     page_size: int
@@ -46,6 +47,7 @@ class SchedulerConfig:
     num_l3_pages: int
     probe_l3: bool
     l3_wait_ms: int
+    overlap_loads: bool
     max_preemptions: int
 
 class RequestSpec:
@@ -180,6 +182,11 @@ class Plan:
     row_starts: NDArray[np.int32]  # [R] KV tokens in place before the step
     row_lens: NDArray[np.int32]  # [R] tokens of the row in this step
     row_samples: NDArray[np.uint8]  # [R] 1: the last token's logits are sampled
+    # [R, 2] tickets [first, end) of load_backs into pages the row reads, in the order of its pages;
+    # -1, -1: none. Its step reads a layer of them once that layer is there, and its StepDone comes
+    # behind their acks: an earlier one is refused. If one was lost the row counts for nothing: it
+    # accepts no token (0 is the only num_accepted), and the request is planned from there anew.
+    row_loads: NDArray[np.int64]
     input_ids: NDArray[np.int32]  # [T] -1: the id is on the device, next_input_ids[slot]
     slot_mapping: NDArray[np.int32]  # [T] page * page_size + offset
     page_deltas: NDArray[np.int32]  # [D, 3] (slot, index, page) to write in the page table

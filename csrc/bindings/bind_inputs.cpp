@@ -67,14 +67,14 @@ void bind_config(nb::module_& module) {
              std::int64_t suffix_us_per_token, std::string eviction, std::int32_t attention_len,
              std::int32_t lease_percent, std::int32_t tenant_lease_percent,
              std::int32_t num_l2_pages, bool use_l3, std::int32_t num_l3_pages, bool probe_l3,
-             std::int64_t l3_wait_ms, std::int32_t max_preemptions) {
+             std::int64_t l3_wait_ms, bool overlap_loads, std::int32_t max_preemptions) {
             SchedulerConfig config{page_size,           num_pages,     max_slots,
                                    max_context_len,     token_budget,  std::move(model_fingerprint),
                                    ageing_ms,           suffix_us_per_token,
                                    std::move(eviction), attention_len, lease_percent,
                                    tenant_lease_percent, num_l2_pages, use_l3,
                                    num_l3_pages,        probe_l3,      l3_wait_ms,
-                                   max_preemptions};
+                                   overlap_loads,       max_preemptions};
             config.validate();
             new (self) SchedulerConfig(std::move(config));
           },
@@ -90,6 +90,7 @@ void bind_config(nb::module_& module) {
           nb::arg("num_l2_pages") = defaults.num_l2_pages, nb::arg("use_l3") = defaults.use_l3,
           nb::arg("num_l3_pages") = defaults.num_l3_pages,
           nb::arg("probe_l3") = defaults.probe_l3, nb::arg("l3_wait_ms") = defaults.l3_wait_ms,
+          nb::arg("overlap_loads") = defaults.overlap_loads,
           nb::arg("max_preemptions") = defaults.max_preemptions)
       .def_ro("page_size", &SchedulerConfig::page_size)
       .def_ro("num_pages", &SchedulerConfig::num_pages)
@@ -108,6 +109,7 @@ void bind_config(nb::module_& module) {
       .def_ro("num_l3_pages", &SchedulerConfig::num_l3_pages)
       .def_ro("probe_l3", &SchedulerConfig::probe_l3)
       .def_ro("l3_wait_ms", &SchedulerConfig::l3_wait_ms)
+      .def_ro("overlap_loads", &SchedulerConfig::overlap_loads)
       .def_ro("max_preemptions", &SchedulerConfig::max_preemptions);
 }
 

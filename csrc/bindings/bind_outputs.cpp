@@ -54,6 +54,11 @@ void bind_plan(nb::module_& module) {
   def_array<&Plan::page_copies>(plan, "page_copies");
   def_array<&Plan::probe_ids>(plan, "probe_ids");
   def_array<&Plan::probe_indptr>(plan, "probe_indptr");
+  plan.def_prop_ro("row_loads", [](nb::handle_t<PlanView> self) {
+    const auto& loads = nb::cast<const PlanView&>(self).plan->row_loads;
+    const std::size_t shape[] = {loads.size(), 2};
+    return OutArray<std::int64_t>(loads.empty() ? nullptr : loads[0].data(), 2, shape, self);
+  });
   plan.def_prop_ro("moves", [](nb::handle_t<PlanView> self) {
     const auto& moves = nb::cast<const PlanView&>(self).plan->moves;
     const std::size_t shape[] = {moves.size(), 6};

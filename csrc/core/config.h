@@ -31,6 +31,9 @@ struct SchedulerConfig {
   bool probe_l3 = false;          // ask the store for what lies behind a waiting prompt's known hit
   std::int64_t l3_wait_ms = 0;    // a request waits for L3 no longer; 0: never for an answer
 
+  // A request runs at once behind pages that still come from L2; its rows say what they wait for.
+  bool overlap_loads = false;
+
   std::int32_t max_preemptions = 2;  // times a request gives its place to a better class; 0: never
 
   std::int32_t pages_of(std::int64_t num_tokens) const {

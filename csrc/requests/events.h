@@ -13,6 +13,8 @@ enum class EventKind : std::uint8_t {
   kAdmit,
   kAdmitRemote,
   kBootstrapped,
+  kAdmitLoading,
+  kLoaded,
   kPrefillDone,
   kFinish,
   kHandOver,
@@ -38,6 +40,17 @@ struct AdmitRemote {
 struct Bootstrapped {  // the remote prefill is over: its KV is there, or will never be
   static constexpr EventKind kKind = EventKind::kBootstrapped;
   static constexpr std::string_view kName = "Bootstrapped";
+};
+
+struct AdmitLoading {  // some of its tail is being loaded
+  static constexpr EventKind kKind = EventKind::kAdmitLoading;
+  static constexpr std::string_view kName = "AdmitLoading";
+  Holdings kv;
+};
+
+struct Loaded {  // those pages are there, as far as they were good
+  static constexpr EventKind kKind = EventKind::kLoaded;
+  static constexpr std::string_view kName = "Loaded";
 };
 
 struct PrefillDone {

@@ -56,7 +56,7 @@ inline constexpr std::int32_t kMaxLoads = 3;
 
 // Token positions of a request, all in one sequence of prompt and output:
 //   [0, num_computed)             KV written by steps whose results are in
-//   [num_computed, num_planned)   KV being written by steps in flight
+//   [num_computed, num_planned)   KV being written by steps in flight, or first by its load
 //   [num_planned, tokens.size())  known, to be prefilled (or the one token to decode from)
 struct Request {
   RequestId id;
@@ -92,6 +92,8 @@ struct Request {
   std::int32_t loaded_from = 0;       // tokens [loaded_from, + num_loaded) came from L2,
   std::int32_t num_loaded = 0;
   std::int32_t num_fetched = 0;       // and these many of them from L3
+  std::int64_t load = -1;             // transfer that fills pages of its tail; counts as a step in
+                                      // flight: it writes to them, whatever becomes of the request
 
   bool remote_prefill = false;  // until it was tried once
   bool awaits_remote = false;   // counts as a step in flight: the other engine may still write

@@ -29,6 +29,7 @@ enum class EndStatus : std::uint8_t { kFinished, kAborted, kFailed };
 enum class StateKind : std::uint8_t {
   kWaiting,
   kBootstrapping,
+  kLoading,
   kPrefilling,
   kDecoding,
   kSending,
@@ -45,6 +46,12 @@ struct Waiting {  // queued, new or retracted; holds no memory
 struct Bootstrapping {  // another engine computes the prompt and writes its KV into these pages
   static constexpr StateKind kKind = StateKind::kBootstrapping;
   static constexpr std::string_view kName = "Bootstrapping";
+  Holdings kv;
+};
+
+struct Loading {  // runs behind pages of its tail that still come from L2: nothing it computes counts yet
+  static constexpr StateKind kKind = StateKind::kLoading;
+  static constexpr std::string_view kName = "Loading";
   Holdings kv;
 };
 
@@ -87,7 +94,7 @@ struct Ended {
   std::string message;
 };
 
-using State = std::variant<Waiting, Bootstrapping, Prefilling, Decoding, Sending, Retracting,
-                           Draining, Ended>;
+using State = std::variant<Waiting, Bootstrapping, Loading, Prefilling, Decoding, Sending,
+                           Retracting, Draining, Ended>;
 
 }  // namespace moorage

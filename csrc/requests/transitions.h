@@ -45,6 +45,16 @@ inline Retracting on(Retract&&, Bootstrapping&& from) {
   return start_retracting(std::move(from.kv));
 }
 
+inline Loading on(AdmitLoading&& event, Waiting&&) { return Loading{std::move(event.kv)}; }
+inline Prefilling on(Loaded&&, Loading&& from) { return Prefilling{std::move(from.kv)}; }
+inline Draining on(Abort&&, Loading&& from) {
+  return drain(std::move(from.kv), EndStatus::kAborted);
+}
+inline Draining on(Fail&& event, Loading&& from) {
+  return drain(std::move(from.kv), EndStatus::kFailed, std::move(event.message));
+}
+inline Retracting on(Retract&&, Loading&& from) { return start_retracting(std::move(from.kv)); }
+
 inline Decoding on(PrefillDone&&, Prefilling&& from) { return Decoding{std::move(from.kv)}; }
 inline Draining on(Abort&&, Prefilling&& from) {
   return drain(std::move(from.kv), EndStatus::kAborted);
@@ -111,6 +121,7 @@ inline constexpr std::array kIllegalPairs = {
     IllegalPair{StateKind::kWaiting, EventKind::kSent},
     IllegalPair{StateKind::kWaiting, EventKind::kRetract},
     IllegalPair{StateKind::kWaiting, EventKind::kDrained},
+    IllegalPair{StateKind::kWaiting, EventKind::kLoaded},
     IllegalPair{StateKind::kBootstrapping, EventKind::kAdmit},
     IllegalPair{StateKind::kBootstrapping, EventKind::kAdmitRemote},
     IllegalPair{StateKind::kBootstrapping, EventKind::kPrefillDone},
@@ -118,6 +129,17 @@ inline constexpr std::array kIllegalPairs = {
     IllegalPair{StateKind::kBootstrapping, EventKind::kHandOver},
     IllegalPair{StateKind::kBootstrapping, EventKind::kSent},
     IllegalPair{StateKind::kBootstrapping, EventKind::kDrained},
+    IllegalPair{StateKind::kBootstrapping, EventKind::kAdmitLoading},
+    IllegalPair{StateKind::kBootstrapping, EventKind::kLoaded},
+    IllegalPair{StateKind::kLoading, EventKind::kAdmit},
+    IllegalPair{StateKind::kLoading, EventKind::kAdmitRemote},
+    IllegalPair{StateKind::kLoading, EventKind::kBootstrapped},
+    IllegalPair{StateKind::kLoading, EventKind::kAdmitLoading},
+    IllegalPair{StateKind::kLoading, EventKind::kPrefillDone},
+    IllegalPair{StateKind::kLoading, EventKind::kFinish},
+    IllegalPair{StateKind::kLoading, EventKind::kHandOver},
+    IllegalPair{StateKind::kLoading, EventKind::kSent},
+    IllegalPair{StateKind::kLoading, EventKind::kDrained},
     IllegalPair{StateKind::kPrefilling, EventKind::kAdmit},
     IllegalPair{StateKind::kPrefilling, EventKind::kAdmitRemote},
     IllegalPair{StateKind::kPrefilling, EventKind::kBootstrapped},
@@ -125,12 +147,16 @@ inline constexpr std::array kIllegalPairs = {
     IllegalPair{StateKind::kPrefilling, EventKind::kHandOver},
     IllegalPair{StateKind::kPrefilling, EventKind::kSent},
     IllegalPair{StateKind::kPrefilling, EventKind::kDrained},
+    IllegalPair{StateKind::kPrefilling, EventKind::kAdmitLoading},
+    IllegalPair{StateKind::kPrefilling, EventKind::kLoaded},
     IllegalPair{StateKind::kDecoding, EventKind::kAdmit},
     IllegalPair{StateKind::kDecoding, EventKind::kAdmitRemote},
     IllegalPair{StateKind::kDecoding, EventKind::kBootstrapped},
     IllegalPair{StateKind::kDecoding, EventKind::kPrefillDone},
     IllegalPair{StateKind::kDecoding, EventKind::kSent},
     IllegalPair{StateKind::kDecoding, EventKind::kDrained},
+    IllegalPair{StateKind::kDecoding, EventKind::kAdmitLoading},
+    IllegalPair{StateKind::kDecoding, EventKind::kLoaded},
     IllegalPair{StateKind::kSending, EventKind::kAdmit},
     IllegalPair{StateKind::kSending, EventKind::kAdmitRemote},
     IllegalPair{StateKind::kSending, EventKind::kBootstrapped},
@@ -139,12 +165,16 @@ inline constexpr std::array kIllegalPairs = {
     IllegalPair{StateKind::kSending, EventKind::kHandOver},
     IllegalPair{StateKind::kSending, EventKind::kRetract},
     IllegalPair{StateKind::kSending, EventKind::kDrained},
+    IllegalPair{StateKind::kSending, EventKind::kAdmitLoading},
+    IllegalPair{StateKind::kSending, EventKind::kLoaded},
     IllegalPair{StateKind::kRetracting, EventKind::kAdmit},
     IllegalPair{StateKind::kRetracting, EventKind::kAdmitRemote},
     IllegalPair{StateKind::kRetracting, EventKind::kBootstrapped},
     IllegalPair{StateKind::kRetracting, EventKind::kPrefillDone},
     IllegalPair{StateKind::kRetracting, EventKind::kSent},
     IllegalPair{StateKind::kRetracting, EventKind::kRetract},
+    IllegalPair{StateKind::kRetracting, EventKind::kAdmitLoading},
+    IllegalPair{StateKind::kRetracting, EventKind::kLoaded},
     IllegalPair{StateKind::kDraining, EventKind::kAdmit},
     IllegalPair{StateKind::kDraining, EventKind::kAdmitRemote},
     IllegalPair{StateKind::kDraining, EventKind::kBootstrapped},
@@ -154,6 +184,8 @@ inline constexpr std::array kIllegalPairs = {
     IllegalPair{StateKind::kDraining, EventKind::kSent},
     IllegalPair{StateKind::kDraining, EventKind::kFail},
     IllegalPair{StateKind::kDraining, EventKind::kRetract},
+    IllegalPair{StateKind::kDraining, EventKind::kAdmitLoading},
+    IllegalPair{StateKind::kDraining, EventKind::kLoaded},
     IllegalPair{StateKind::kEnded, EventKind::kAdmit},
     IllegalPair{StateKind::kEnded, EventKind::kAdmitRemote},
     IllegalPair{StateKind::kEnded, EventKind::kBootstrapped},
@@ -165,13 +197,15 @@ inline constexpr std::array kIllegalPairs = {
     IllegalPair{StateKind::kEnded, EventKind::kFail},
     IllegalPair{StateKind::kEnded, EventKind::kRetract},
     IllegalPair{StateKind::kEnded, EventKind::kDrained},
+    IllegalPair{StateKind::kEnded, EventKind::kAdmitLoading},
+    IllegalPair{StateKind::kEnded, EventKind::kLoaded},
 };
 
 template <class... Ts>
 struct TypeList {};
 using Events =
-    TypeList<Admit, AdmitRemote, Bootstrapped, PrefillDone, Finish, HandOver, Sent, Abort, Fail,
-             Retract, Drained>;
+    TypeList<Admit, AdmitRemote, Bootstrapped, AdmitLoading, Loaded, PrefillDone, Finish, HandOver,
+             Sent, Abort, Fail, Retract, Drained>;
 
 template <class E, class S>
 concept Transition = requires(E event, S state) { on(std::move(event), std::move(state)); };

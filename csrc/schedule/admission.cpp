@@ -39,8 +39,12 @@ Scheduler::Admitted Scheduler::try_admit(Request& request, Plan& plan) {
     blocked_ = what_decides(request);
     return Admitted::kNoMemory;
   }
-  if (waits_for_transfer(request, match)) return Admitted::kFollows;
-  admit(request, match, plan);
+  std::vector<PageHash> below = worth_bringing(request, match);
+  if (!may_run_while_loading(request, below)) {
+    if (waits_for_transfer(request, match, below)) return Admitted::kFollows;
+    below.clear();
+  }
+  admit(request, match, below, plan);
   return Admitted::kYes;
 }
 
@@ -50,11 +54,15 @@ Scheduler::Blocked Scheduler::what_decides(const Request& request) const {
           num_promised_pages(),     num_running() + num_leaving_ + num_loads_};
 }
 
+bool Scheduler::is_prefilling(const Request& request) {
+  return request.is<Loading>() || request.is<Prefilling>();
+}
+
 // A leader that ended, was retracted or has published enough is followed no longer.
 bool Scheduler::is_following(const Request& request) const {
   if (!request.leader.is_valid()) return false;
   Request* leader = find_request(request.leader);
-  return leader != nullptr && leader->is<Prefilling>() &&
+  return leader != nullptr && is_prefilling(*leader) &&
          leader->holdings()->base_len() < request.leader_len;
 }
 
@@ -67,7 +75,7 @@ bool Scheduler::find_leader(Request& request, std::int32_t cached_full_len) {
   request.leader_len = cached_full_len;
   if (cached_full_len + page_size > static_cast<std::int32_t>(wanted.size())) return false;
   for (Request* other : running_) {
-    if (!other->is<Prefilling>() || other->salt != request.salt) continue;
+    if (!is_prefilling(*other) || other->salt != request.salt) continue;
     const TokenSpan theirs = TokenSpan(other->tokens).first(other->prefill_end);
     if (cached_full_len + page_size > static_cast<std::int32_t>(theirs.size())) continue;
     const TokenSpan next_page = wanted.subspan(cached_full_len, page_size);
@@ -119,8 +127,11 @@ std::int32_t Scheduler::num_lacking_pages(const Request& request, PrefixMatch& m
   return needed + num_promised_pages() - (room - leased - copied - pool_.num_held());
 }
 
-void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
-  if (request.remote_prefill) {  // it has no row, and a plan without rows copies nothing
+void Scheduler::admit(Request& request, PrefixMatch match, std::span<const PageHash> below,
+                      Plan& plan) {
+  // One that has no row yet copies nothing, as a plan without rows does not; where whole pages come,
+  // the start of the first one is of no use.
+  if (request.remote_prefill || !below.empty()) {
     match.partial_node = nullptr, match.partial_len = 0;
   }
   const bool is_page_moved = tree_.can_take_partial(match);
@@ -139,6 +150,8 @@ void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
     plan.page_copies.push_back({source.value, tail.grow().value, match.partial_len});
     stats_.num_page_copies += 1;
   }
+  const std::int32_t num_loading = start_own_load(request, below, tail) * config_.page_size;
+  if (num_loading > 0) request.loaded_from = match.full_len, request.num_loaded = num_loading;
 
   OwnedSlot slot = slots_.take();
   std::int32_t index = 0;
@@ -148,18 +161,21 @@ void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
   for (const PageId page : tail.view()) {
     plan.page_deltas.push_back({slot.id().value, index++, page.value});
   }
-  plan.admissions.push_back(make_admission(request, slot.id(), match));
+  PrefixMatch found = match;
+  found.full_len += num_loading;
+  plan.admissions.push_back(make_admission(request, slot.id(), found));
   stats_.num_l2_cached_tokens += plan.admissions.back().cached_l2;
   stats_.num_l3_cached_tokens += plan.admissions.back().cached_l3;
   stats_.num_prompt_tokens += request.len();
-  stats_.num_cached_tokens += match.len();
+  stats_.num_cached_tokens += found.len();
 
-  request.num_computed = request.num_planned = request.num_trusted = match.len();
+  request.num_computed = request.num_trusted = match.len();
+  request.num_planned = found.len();
   request.prefill_end = request.len();
   request.leader = RequestId{};
   waiting_.erase(request);
   // What it lost by giving way is not its tenant's to pay.
-  if (!request.was_retracted) WaitQueue::charge(request, request.len() - match.len());
+  if (!request.was_retracted) WaitQueue::charge(request, request.len() - found.len());
   Holdings kv{std::move(slot), std::move(prefix), std::move(tail)};
   if (request.remote_prefill) {
     fire(request, AdmitRemote{std::move(kv)});
@@ -167,6 +183,9 @@ void Scheduler::admit(Request& request, PrefixMatch match, Plan& plan) {
     plan.admissions.back().remote = bootstrap(request, plan);
     if (plan.admissions.back().remote) return;
     fire(request, Bootstrapped{});
+  } else if (num_loading > 0) {
+    fire(request, AdmitLoading{std::move(kv)});
+    insert_running(request);
   } else {
     fire(request, Admit{std::move(kv)});
     insert_running(request);

@@ -19,6 +19,7 @@ namespace {
 void Scheduler::validate(std::span<const InputEvent> events) const {
   std::int32_t num_results = 0;
   std::vector<std::int64_t> acked, bootstrapped, sent, probed;
+  HeardOf heard;
   for (std::size_t i = 0; i < events.size(); ++i) {
     const std::string name = "events[" + std::to_string(i) + "]";
     if (const auto* result = std::get_if<StepResult>(&events[i])) {
@@ -31,7 +32,8 @@ void Scheduler::validate(std::span<const InputEvent> events) const {
         reject(name + ".step_id", step_id + " is not the oldest step in flight, " +
                                       std::to_string(step.id.value));
       }
-      validate_rows(*result, step);
+      validate_loads(name + ".step_id", step, heard);
+      validate_rows(*result, step, heard);
     } else if (const auto* abort = std::get_if<AbortInput>(&events[i])) {
       if (find_request(abort->request_id) == nullptr) {
         reject(name + ".request_id", std::to_string(abort->request_id.value) + " is unknown");
@@ -65,13 +67,15 @@ void Scheduler::validate(std::span<const InputEvent> events) const {
       const auto& ack = std::get<TransferAckInput>(events[i]);
       const bool is_first = std::ranges::find(acked, ack.ticket) == acked.end();
       acked.push_back(ack.ticket);
+      note_heard(ack, heard);
       if (is_first && tiers_.is_in_flight(ack.ticket)) continue;
       reject(name + ".ticket", std::to_string(ack.ticket) + " is not in flight");
     }
   }
 }
 
-void Scheduler::validate_rows(const StepResult& result, const Step& step) const {
+void Scheduler::validate_rows(const StepResult& result, const Step& step,
+                              const HeardOf& heard) const {
   if (result.num_rows != static_cast<std::int32_t>(step.rows.size())) {
     reject("num_accepted", std::to_string(result.num_rows) + " rows, but step " +
                                std::to_string(step.id.value) + " has " +
@@ -80,7 +84,9 @@ void Scheduler::validate_rows(const StepResult& result, const Step& step) const 
   for (std::int32_t r = 0; r < result.num_rows; ++r) {
     const std::int32_t accepted = result.num_accepted[r];
     const StepRow& row = step.rows[static_cast<std::size_t>(r)];
-    const std::int32_t most = !row.samples ? 0 : row.is_prefill ? 1 : row.len;
+    const auto load = heard.find(row.load);
+    const bool is_void = row.is_void || (load != heard.end() && load->second.has_lost);
+    const std::int32_t most = is_void || !row.samples ? 0 : row.is_prefill ? 1 : row.len;
     if (accepted < 0 || accepted > result.num_columns || accepted > most) {
       reject("num_accepted[" + std::to_string(r) + "]",
              std::to_string(accepted) + " is not in [0, " + std::to_string(most) +
@@ -114,7 +120,7 @@ std::vector<EndedRequest> Scheduler::advance(std::span<const InputEvent> events)
     } else if (const auto* probe = std::get_if<ProbeDoneInput>(&event)) {
       apply_probe(*probe);
     } else {
-      apply_ack(std::get<TransferAckInput>(event));
+      apply_ack(std::get<TransferAckInput>(event), ended);
     }
   }
   return ended;
@@ -141,6 +147,7 @@ void Scheduler::commit_step(const StepResult& result, std::vector<EndedRequest>&
 
 void Scheduler::commit_row(const StepRow& row, TokenSpan accepted, bool finished, bool failed) {
   Request& request = *row.request;
+  if (row.is_void) return;
   if (const auto* draining = std::get_if<Draining>(&request.state)) {
     // What an aborted request still computed is sound KV. After a finish the step ran for nothing.
     if (draining->status == EndStatus::kAborted && !failed && request.num_computed == row.start) {
@@ -181,8 +188,7 @@ void Scheduler::abort(Request& request, std::vector<EndedRequest>& ended) {
 // An illegal event fails the request it hit, with both names, and nobody else.
 template <class E>
 void Scheduler::fire(Request& request, E event) {
-  const bool held_memory = request.is<Bootstrapping>() || request.is<Prefilling>() ||
-                           request.is<Decoding>();
+  const bool held_memory = is_running(request);
   const bool was_waiting = request.is<Waiting>();
   const auto illegal = apply(request.state, std::move(event));
   if (illegal) {
@@ -201,6 +207,8 @@ void Scheduler::fire(Request& request, E event) {
 template void Scheduler::fire(Request&, Admit);
 template void Scheduler::fire(Request&, AdmitRemote);
 template void Scheduler::fire(Request&, Bootstrapped);
+template void Scheduler::fire(Request&, AdmitLoading);
+template void Scheduler::fire(Request&, Loaded);
 template void Scheduler::fire(Request&, PrefillDone);
 template void Scheduler::fire(Request&, Finish);
 template void Scheduler::fire(Request&, HandOver);

@@ -55,10 +55,8 @@ std::string Scheduler::find_broken_invariant() const {
   std::int64_t num_running = 0, num_waiting = 0, num_leaving = 0, num_sending = 0;
   std::vector<std::int32_t> slots;
   for (const auto& [id, request] : requests_) {
-    num_running += request->is<Bootstrapping>() || request->is<Prefilling>() ||
-                           request->is<Decoding>()
-                       ? 1
-                       : 0;
+    num_running += is_running(*request) ? 1 : 0;
+    if (request->is<Loading>() && request->load < 0) return "a request loads nothing";
     num_waiting += request->is<Waiting>() ? 1 : 0;
     num_sending += request->awaits_send ? 1 : 0;
     num_leaving += request->is<Draining>() || request->is<Retracting>() || request->is<Sending>()
@@ -80,7 +78,18 @@ std::string Scheduler::find_broken_invariant() const {
     }
   }
   for (const auto& [id, transfer] : transfers_) {
-    if (transfer.pages) census.count(transfer.pages->view(), PageOwner::kInFlight);
+    if (const auto* to = std::get_if<ToTree>(&transfer.target)) {
+      census.count(to->pages.view(), PageOwner::kInFlight);
+    }
+    if (const auto* own = std::get_if<ToRequest>(&transfer.target)) {
+      const Request* request = find_request(own->id);
+      const Holdings* kv = request == nullptr ? nullptr : request->holdings();
+      if (kv == nullptr || request->load != id) return "a load fills pages of nobody";
+      const auto num_pages = static_cast<std::int32_t>(transfer.hashes.size());
+      if (request->num_computed != kv->base_len() || kv->tail.size() < num_pages) {
+        return "pages that are being loaded are taken for computed";
+      }
+    }
   }
   census.count(pool_.orphans(), PageOwner::kInFlight);
   std::ranges::sort(slots);

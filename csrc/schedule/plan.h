@@ -32,6 +32,9 @@ struct Plan {
   std::vector<std::int32_t> row_starts;               // [R]
   std::vector<std::int32_t> row_lens;                 // [R]
   std::vector<std::uint8_t> row_samples;              // [R]
+  // [R] Tickets [first, end) of loads that fill pages the row reads, in the order of its pages:
+  // before they are acked its results do not count. (-1, -1): all it reads is there.
+  std::vector<std::array<std::int64_t, 2>> row_loads;
   std::vector<std::int32_t> input_ids;                // [T], -1: still on the device
   std::vector<std::int32_t> slot_mapping;             // [T]
   std::vector<std::array<std::int32_t, 3>> page_deltas;  // [D] (slot, index, page), no pair twice
@@ -47,7 +50,7 @@ struct Plan {
   void clear() {  // keeps the capacity: a step allocates nothing
     step_id = -1;
     row_request_ids.clear(), row_slots.clear(), row_starts.clear(), row_lens.clear();
-    row_samples.clear(), input_ids.clear(), slot_mapping.clear(), page_deltas.clear();
+    row_samples.clear(), row_loads.clear(), input_ids.clear(), slot_mapping.clear(), page_deltas.clear();
     page_copies.clear(), admissions.clear(), retracted.clear();
     moves.clear(), move_hashes.clear();
     probe_ids.clear(), probe_indptr.clear(), probe_hashes.clear();

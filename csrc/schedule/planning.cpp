@@ -95,7 +95,7 @@ void Scheduler::plan_row(Request& request, std::int32_t len, bool is_prefill, Pl
   if (len == 0) return;
   const bool samples = start + len >= request.prefill_end;
   auto& rows = is_prefill ? prefill_rows_ : decode_rows_;
-  rows.push_back({&request, start, len, samples, is_prefill});
+  rows.push_back({&request, start, len, samples, is_prefill, request.load});
   if (is_prefill) prefill_budget_ -= len;
   request.num_planned += len;
   if (!is_prefill && len > 1) request.has_drafts_in_flight = true;
@@ -164,6 +164,7 @@ void Scheduler::emit_row(const StepRow& row, Plan& plan) {
   plan.row_starts.push_back(row.start);
   plan.row_lens.push_back(row.len);
   plan.row_samples.push_back(row.samples ? 1 : 0);
+  plan.row_loads.push_back(tickets_of_load(row));
   const TokenSpan tokens(request.tokens);
   const std::int32_t end = row.start + row.len, num_known = std::min(end, request.len());
   const auto first = static_cast<std::size_t>(row.start);

@@ -8,7 +8,7 @@
 namespace moorage {
 
 bool Scheduler::is_running(const Request& request) {
-  return request.is<Bootstrapping>() || request.is<Prefilling>() || request.is<Decoding>();
+  return request.is<Bootstrapping>() || is_prefilling(request) || request.is<Decoding>();
 }
 
 // How many of `len` tokens have a page to be written to; others give way if not one has.

@@ -6,8 +6,10 @@
 //
 // Invariants:
 //   free + request + tree + in-flight pages == num_pages, each page in one place
-//   running_ holds the Bootstrapping, Prefilling and Decoding requests, best first; waiting_ the Waiting ones
+//   running_ holds the Bootstrapping, Loading, Prefilling and Decoding requests, best first; waiting_ the Waiting ones
 //   memory a step in flight may touch is not handed out before its result is in
+//   a page that is being loaded is in no tree: a step reads it only if its row says what it waits
+//   for, and such a row's result is not taken before those loads are acked
 //   the first of running_ always progresses: all others can be made to give way
 // Thread rule: one thread.
 #pragma once
@@ -168,6 +170,8 @@ class Scheduler {
     std::int32_t len;
     bool samples;
     bool is_prefill;
+    std::int64_t load;     // transfer that was filling pages it reads; -1: none
+    bool is_void = false;  // one of those pages was bad: what the row computes counts for nothing
   };
   struct Step {
     StepId id;
@@ -191,15 +195,29 @@ class Scheduler {
     std::int64_t num_others = 0;
     bool operator==(const Blocked&) const = default;
   };
-  // Tickets that belong together: fetches (no pages), or loads of a run of pages behind a prefix.
-  struct Transfer {
-    std::vector<PageHash> hashes;
-    std::int32_t num_outstanding = 0;
-    std::optional<NodeRef> prefix;
-    std::optional<OwnedPages> pages;
+  // Tickets that belong together, and where what they bring goes.
+  struct ToL2 {};     // fetches
+  struct ToTree {     // loads of a run of pages behind a prefix: nobody reads them before they are
+    NodeRef prefix;   // all there and in the tree
+    OwnedPages pages;
     std::vector<TokenId> tokens;
+  };
+  struct ToRequest {  // loads into the tail of a request, behind num_computed: its own rows read
+    RequestId id;     // them, told what to wait for, and nobody else
+  };
+  struct Transfer {
+    std::variant<ToL2, ToTree, ToRequest> target;
+    std::vector<PageHash> hashes;
+    std::int64_t first_ticket = -1;  // of loads, which are numbered in a row
+    std::int32_t num_outstanding = 0;
     std::vector<std::uint8_t> is_there;
   };
+  // What advance() will have heard of a transfer by the time it applies some event.
+  struct Heard {
+    std::int32_t num_acks = 0;
+    bool has_lost = false;
+  };
+  using HeardOf = std::map<std::int64_t, Heard>;
 
   // intake.cpp
   void validate(std::span<const RequestSpec* const> specs) const;
@@ -234,11 +252,13 @@ class Scheduler {
   void plan_admissions(Plan& plan);
   Admitted try_admit(Request& request, Plan& plan);
   bool must_wait(Request& request) const;
+  static bool is_prefilling(const Request& request);
   bool is_following(const Request& request) const;
   bool find_leader(Request& request, std::int32_t cached_full_len);
   std::int32_t num_lacking_pages(const Request& request, PrefixMatch& match) const;
   std::int32_t num_promised_pages() const;
-  void admit(Request& request, PrefixMatch match, Plan& plan);
+  // `below`: pages behind the match to be loaded while it runs.
+  void admit(Request& request, PrefixMatch match, std::span<const PageHash> below, Plan& plan);
   void insert_running(Request& request);
   Blocked what_decides(const Request& request) const;
 
@@ -251,12 +271,25 @@ class Scheduler {
   std::int64_t start_fetch(std::span<const PageHash> hashes);
   std::int64_t start_load(const std::string& salt, TokenSpan tokens, PrefixMatch match,
                           std::span<const PageHash> hashes);
-  bool waits_for_transfer(Request& request, const PrefixMatch& match);
+  std::vector<PageHash> worth_bringing(Request& request, const PrefixMatch& match);
+  bool waits_for_transfer(Request& request, const PrefixMatch& match,
+                          std::span<const PageHash> below);
   bool is_waiting_for_transfer(Request& request) const;
   Admission make_admission(const Request& request, SlotId slot, const PrefixMatch& match) const;
-  void apply_ack(const TransferAckInput& ack);
-  void finish_transfer(std::int64_t id);
+  void apply_ack(const TransferAckInput& ack, std::vector<EndedRequest>& ended);
+  void finish_transfer(std::int64_t id, std::vector<EndedRequest>& ended);
   void emit_moves(Plan& plan);
+
+  // loads.cpp
+  bool may_run_while_loading(const Request& request, std::span<const PageHash> below) const;
+  std::int64_t issue_loads(Transfer& transfer, std::span<const PageHash> hashes, OwnedPages& pages);
+  std::int32_t start_own_load(Request& request, std::span<const PageHash> hashes,
+                              OwnedPages& tail);
+  void finish_own_load(RequestId id, std::int32_t num_pages, std::int32_t num_there,
+                       std::vector<EndedRequest>& ended);
+  void note_heard(const TransferAckInput& ack, HeardOf& heard) const;
+  void validate_loads(const std::string& field, const Step& step, const HeardOf& heard) const;
+  std::array<std::int64_t, 2> tickets_of_load(const StepRow& row) const;
 
   // moves.cpp
   PageNames names_of(const std::string& salt, TokenSpan tokens, const PrefixMatch& match) const;
@@ -295,7 +328,7 @@ class Scheduler {
 
   // commit.cpp
   void validate(std::span<const InputEvent> events) const;
-  void validate_rows(const StepResult& result, const Step& step) const;
+  void validate_rows(const StepResult& result, const Step& step, const HeardOf& heard) const;
   void commit_step(const StepResult& result, std::vector<EndedRequest>& ended);
   void commit_row(const StepRow& row, std::span<const TokenId> accepted, bool finished,
                   bool failed);
@@ -340,7 +373,8 @@ class Scheduler {
   std::map<PageHash, std::int64_t> loading_;   // pages on their way to L1, and by which transfer
   std::map<PageHash, std::int64_t> fetching_;  // the same to L2
   std::int64_t next_transfer_ = 0;
-  std::int64_t num_loads_ = 0;  // transfers that own L1 pages
+  std::int64_t num_loads_ = 0;      // transfers that fill L1 pages
+  std::int64_t num_own_loads_ = 0;  // of them, those into the tail of a request that runs
   std::map<std::int64_t, MoveOrder> orders_;  // in order of their making
   std::int64_t next_order_ = 0;
   std::deque<std::pair<TimeMs, PageHash>> asked_;  // when the store answered for whose last page

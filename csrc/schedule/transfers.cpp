@@ -51,7 +51,7 @@ std::int64_t Scheduler::start_transfer(const std::string& salt, TokenSpan tokens
 }
 
 std::int64_t Scheduler::start_fetch(std::span<const PageHash> hashes) {
-  Transfer transfer;
+  Transfer transfer{ToL2{}, {}, -1, 0, {}};
   for (const PageHash& hash : hashes) {
     if (tiers_.is_in_l2(hash)) continue;
     if (tiers_.is_coming_to_l2(hash)) {  // by somebody else's ticket: wait for that
@@ -81,32 +81,23 @@ std::int64_t Scheduler::start_load(const std::string& salt, TokenSpan tokens, Pr
       hashes, [this](const PageHash& hash) { return loading_.contains(hash); });
   auto num_pages = static_cast<std::int32_t>(end - hashes.begin());
   const std::int32_t from = match.full_len;
-  Transfer transfer;
-  transfer.prefix.emplace(tree_.pin(salt, match));
+  NodeRef prefix = tree_.pin(salt, match);
   make_room(num_pages);
   num_pages = std::min(num_pages, pool_.num_free());
   if (num_pages == 0) return -1;
-  transfer.pages.emplace(pool_, PageOwner::kInFlight);
   const TokenSpan loaded = tokens.subspan(from, num_pages * config_.page_size);
-  transfer.tokens.assign(loaded.begin(), loaded.end());
-  transfer.is_there.assign(static_cast<std::size_t>(num_pages), 0);
-  transfer.num_outstanding = num_pages;
-  for (std::int32_t i = 0; i < num_pages; ++i) {
-    const PageHash& hash = hashes[static_cast<std::size_t>(i)];
-    transfer.hashes.push_back(hash);
-    loading_[hash] = next_transfer_;
-    const std::int64_t ticket = tiers_.load_back(hash, transfer.pages->grow());
-    transfer_of_ticket_[ticket] = {next_transfer_, i};
-  }
-  num_loads_ += 1;
-  stats_.num_loaded_pages += num_pages;
+  OwnedPages pages(pool_, PageOwner::kInFlight);
+  Transfer transfer{ToL2{}, {}, -1, 0, {}};
+  issue_loads(transfer, hashes.first(static_cast<std::size_t>(num_pages)), pages);
+  transfer.target =
+      ToTree{std::move(prefix), std::move(pages), {loaded.begin(), loaded.end()}};
   transfers_.emplace(next_transfer_, std::move(transfer));
   return next_transfer_++;
 }
 
-// A waiting request whose prefix goes on in a lower tier waits for it; true: it does.
-bool Scheduler::waits_for_transfer(Request& request, const PrefixMatch& match) {
-  if (!tiers_.is_enabled() || request.loads_left == 0) return false;
+// The pages behind a match that lie in lower tiers and come sooner than they are computed.
+std::vector<PageHash> Scheduler::worth_bringing(Request& request, const PrefixMatch& match) {
+  if (!tiers_.is_enabled() || request.loads_left == 0) return {};
   const TokenSpan wanted = TokenSpan(request.tokens).first(request.len() - 1);
   if (request.names.pages.empty()) {
     request.names.space = hash_namespace(config_.model_fingerprint, request.salt);
@@ -115,14 +106,21 @@ bool Scheduler::waits_for_transfer(Request& request, const PrefixMatch& match) {
   const std::size_t num_worth = num_worth_loading(hashes, match.full_len);
   stats_.num_declined_pages += static_cast<std::int64_t>(hashes.size() - num_worth);
   hashes.resize(num_worth);
-  if (hashes.empty()) return false;
+  return hashes;
+}
+
+// A waiting request whose prefix goes on in a lower tier waits for it; true: it does.
+bool Scheduler::waits_for_transfer(Request& request, const PrefixMatch& match,
+                                   std::span<const PageHash> below) {
+  if (below.empty()) return false;
+  const TokenSpan wanted = TokenSpan(request.tokens).first(request.len() - 1);
   const std::int64_t newest = next_transfer_;
-  const std::int64_t id = start_transfer(request.salt, wanted, match, hashes);
+  const std::int64_t id = start_transfer(request.salt, wanted, match, below);
   if (id < 0) return false;
   request.waits_for = id;
   // A store that hangs costs no more time than computing would have.
   const std::int64_t compute_ns =
-      prefill_ns(match.full_len, match.full_len + static_cast<std::int32_t>(num_worth) *
+      prefill_ns(match.full_len, match.full_len + static_cast<std::int32_t>(below.size()) *
                                                       config_.page_size);
   request.fetch_until_ms = compute_ns == 0 ? 0 : now_ms_ + compute_ns / 1'000'000 + 1;
   if (id < newest) return true;  // somebody else's
@@ -130,7 +128,7 @@ bool Scheduler::waits_for_transfer(Request& request, const PrefixMatch& match) {
   const Transfer& transfer = transfers_.at(id);
   const std::int32_t num_tokens =
       static_cast<std::int32_t>(transfer.hashes.size()) * config_.page_size;
-  if (transfer.pages.has_value()) {
+  if (!std::holds_alternative<ToL2>(transfer.target)) {
     request.loaded_from = match.full_len;
     request.num_loaded = num_tokens;
   } else {
@@ -162,36 +160,40 @@ Admission Scheduler::make_admission(const Request& request, SlotId slot,
 
 // ---- acks --------------------------------------------------------------------------------------
 
-void Scheduler::apply_ack(const TransferAckInput& ack) {
+void Scheduler::apply_ack(const TransferAckInput& ack, std::vector<EndedRequest>& ended) {
   tiers_.ack(ack.ticket, ack.ok);
   const auto found = transfer_of_ticket_.find(ack.ticket);
   if (found == transfer_of_ticket_.end()) return;  // written through: nobody waits
   const auto [id, index] = found->second;
   transfer_of_ticket_.erase(found);
   Transfer& transfer = transfers_.at(id);
-  if (transfer.pages.has_value()) {
+  if (!std::holds_alternative<ToL2>(transfer.target)) {
     transfer.is_there[static_cast<std::size_t>(index)] = ack.ok ? 1 : 0;
   }
-  if (--transfer.num_outstanding == 0) finish_transfer(id);
+  if (--transfer.num_outstanding == 0) finish_transfer(id, ended);
 }
 
 // What came without a gap enters the tree; the rest is computed by whoever wants it.
-void Scheduler::finish_transfer(std::int64_t id) {
+void Scheduler::finish_transfer(std::int64_t id, std::vector<EndedRequest>& ended) {
   auto node = transfers_.extract(id);
   Transfer& transfer = node.mapped();
-  for (const PageHash& hash : transfer.hashes) {
-    (transfer.pages.has_value() ? loading_ : fetching_).erase(hash);
-  }
-  if (!transfer.pages.has_value()) return;
+  const bool is_fetch = std::holds_alternative<ToL2>(transfer.target);
+  for (const PageHash& hash : transfer.hashes) (is_fetch ? fetching_ : loading_).erase(hash);
+  if (is_fetch) return;
   num_loads_ -= 1;
   const auto num_there = static_cast<std::int32_t>(
       std::ranges::find(transfer.is_there, 0) - transfer.is_there.begin());
+  if (const auto* own = std::get_if<ToRequest>(&transfer.target)) {
+    return finish_own_load(own->id, static_cast<std::int32_t>(transfer.is_there.size()), num_there,
+                           ended);
+  }
   if (num_there == 0) return;
+  ToTree& to = std::get<ToTree>(transfer.target);
   adopted_.clear();
   const TokenSpan tokens =
-      TokenSpan(transfer.tokens).first(static_cast<std::size_t>(num_there) * config_.page_size);
-  tree_.publish(*transfer.prefix, tokens, transfer.pages->split_front(num_there), adopted_);
-  tree_.note_awaited(*transfer.prefix);
+      TokenSpan(to.tokens).first(static_cast<std::size_t>(num_there) * config_.page_size);
+  tree_.publish(to.prefix, tokens, to.pages.split_front(num_there), adopted_);
+  tree_.note_awaited(to.prefix);
   tiers_.tick(num_there);
 }
 

@@ -58,6 +58,7 @@ CONFIG_FIELDS = (
     "num_l3_pages",
     "probe_l3",
     "l3_wait_ms",
+    "overlap_loads",
     "max_preemptions",
 )
 PLAN_ARRAYS = (
@@ -66,6 +67,7 @@ PLAN_ARRAYS = (
     "row_starts",
     "row_lens",
     "row_samples",
+    "row_loads",
     "input_ids",
     "slot_mapping",
     "page_deltas",

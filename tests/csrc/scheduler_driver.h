@@ -6,8 +6,11 @@
 #include <cstdint>
 #include <cstdlib>
 #include <deque>
+#include <algorithm>
 #include <iostream>
+#include <set>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include "schedule/scheduler.h"
@@ -25,6 +28,7 @@ struct Results {
       : step_id(plan.step_id),
         num_accepted(plan.row_samples.begin(), plan.row_samples.end()),
         tokens(plan.row_samples.size(), token),
+        loads(plan.row_loads),
         finished(plan.row_samples.size()),
         failed(plan.row_samples.size()) {}
 
@@ -36,6 +40,7 @@ struct Results {
   std::int64_t step_id;
   std::vector<std::int32_t> num_accepted;
   std::vector<TokenId> tokens;
+  std::vector<std::array<std::int64_t, 2>> loads;  // tickets each row waited for
   std::vector<std::uint8_t> finished;
   std::vector<std::uint8_t> failed;
 };
@@ -59,6 +64,7 @@ class SchedulerDriver {
     config.l3_wait_ms = choice / 12 % 3 * 8;
     config.eviction = choice / 36 % 2 == 0 ? "value" : "lru";
     config.max_preemptions = choice / 72 % 2 * 2;
+    config.overlap_loads = choice >= 144;
     return config;
   }
 
@@ -80,6 +86,8 @@ class SchedulerDriver {
   std::int64_t num_remote() const { return num_remote_; }
   std::int64_t num_ended() const { return num_ended_; }
   std::int64_t num_sends() const { return num_sends_; }
+  std::int64_t num_rows_while_loading() const { return num_rows_while_loading_; }
+  std::int64_t num_void_rows() const { return num_void_rows_; }
   const Stats& stats() const { return scheduler_.stats(); }
 
  private:
@@ -192,10 +200,43 @@ class SchedulerDriver {
   void ack_some() {
     if (!remote_.empty()) end_remote(next() > 60);
     for (int i = next() % 8; i > 0 && !tickets_.empty(); --i) {
-      const std::size_t at = next() % tickets_.size();
-      advance({TransferAckInput{tickets_[at], next() > 40}});
-      tickets_.erase(tickets_.begin() + static_cast<std::ptrdiff_t>(at));
+      ack(next() % tickets_.size(), next() > 40);
     }
+  }
+
+  void ack(std::size_t at, bool ok) {
+    const std::int64_t ticket = tickets_[at];
+    tickets_.erase(tickets_.begin() + static_cast<std::ptrdiff_t>(at));
+    if (!ok) lost_.insert(ticket);
+    advance({TransferAckInput{ticket, ok}});
+  }
+
+  // What a step read must have come before its results are taken; a row that read rubbish has none.
+  void end_loads(Results& results) {
+    for (std::size_t row = 0; row < results.loads.size(); ++row) {
+      const auto [first, end] = results.loads[row];
+      if (first < 0) continue;
+      ++num_rows_while_loading_;
+      for (std::int64_t ticket = first; ticket < end; ++ticket) {
+        const auto at = std::ranges::find(tickets_, ticket);
+        if (at == tickets_.end()) continue;
+        require_refused(results);
+        ack(static_cast<std::size_t>(at - tickets_.begin()), next() > 20);
+      }
+      const auto lost = lost_.lower_bound(first);
+      if (lost == lost_.end() || *lost >= end) continue;
+      results.num_accepted[row] = 0;
+      ++num_void_rows_;
+    }
+  }
+
+  void require_refused(const Results& results) {
+    try {
+      scheduler_.advance(std::vector<InputEvent>{results.view()});
+    } catch (const std::invalid_argument&) {
+      return;
+    }
+    require(false, "the results of a step were taken before what it read was there");
   }
 
   void end_remote(bool ok) {
@@ -227,8 +268,9 @@ class SchedulerDriver {
 
   void commit() {
     if (flights_.empty()) return;
-    const Results results = std::move(flights_.front());
+    Results results = std::move(flights_.front());
     flights_.pop_front();
+    end_loads(results);
     advance({results.view()});
   }
 
@@ -281,6 +323,9 @@ class SchedulerDriver {
   std::vector<std::int64_t> remote_;
   std::vector<std::pair<std::int64_t, std::int32_t>> probes_;
   std::vector<std::int64_t> sends_;
+  std::set<std::int64_t> lost_;
+  std::int64_t num_rows_while_loading_ = 0;
+  std::int64_t num_void_rows_ = 0;
   std::int64_t num_sends_ = 0;
   std::int64_t num_lower_hits_ = 0;
   std::int64_t num_remote_ = 0;

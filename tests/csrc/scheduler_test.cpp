@@ -124,9 +124,101 @@ TEST(Scheduler, AnAckOfNoTicketOrTwiceIsRefusedWhole) {
   EXPECT_EQ(scheduler.tiers().pool().count(PageOwner::kTree), 1);
 }
 
+// A prefix of two pages that lies in L2 alone, and a request that goes on from it.
+class WhileLoading : public testing::Test {
+ protected:
+  static SchedulerConfig config() {
+    SchedulerConfig config = small_config();
+    config.num_l2_pages = 8;
+    config.overlap_loads = true;
+    return config;
+  }
+
+  void SetUp() override {
+    submit(scheduler_, spec(1, {1, 2, 3, 4, 5, 6, 7, 8}, 1));
+    scheduler_.next_plan(0, plan_);
+    const Results results(plan_);
+    scheduler_.advance(std::vector<InputEvent>{results.view()});
+    scheduler_.next_plan(1, plan_);
+    for (const auto& move : plan_.moves) advance({TransferAckInput{move[0], true}});
+    scheduler_.move(std::vector<TokenId>{1, 2, 3, 4, 5, 6, 7, 8}, MoveTarget::kL2, "");
+    ASSERT_EQ(scheduler_.pool().num_free(), 24);
+    submit(scheduler_, spec(2, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}));
+    scheduler_.next_plan(2, plan_);
+    ASSERT_EQ(plan_.moves.size(), 2u);
+    ASSERT_EQ(plan_.row_starts, std::vector<std::int32_t>{8});
+    first_ = plan_.moves[0][0];
+    ASSERT_EQ(plan_.row_loads[0], (std::array<std::int64_t, 2>{first_, first_ + 2}));
+  }
+
+  void advance(const std::vector<InputEvent>& events) {
+    scheduler_.advance(events);
+    EXPECT_EQ(scheduler_.find_broken_invariant(), "");
+  }
+
+  Scheduler scheduler_{config()};
+  Plan plan_;
+  std::int64_t first_ = -1;
+};
+
+TEST_F(WhileLoading, ResultsComeBehindTheAcksOfWhatTheirStepRead) {
+  const Results results(plan_);
+  EXPECT_THROW(advance({results.view()}), std::invalid_argument);
+  EXPECT_THROW(advance({TransferAckInput{first_, true}, results.view()}), std::invalid_argument);
+  EXPECT_THROW(advance({results.view(), TransferAckInput{first_, true},
+                        TransferAckInput{first_ + 1, true}}),
+               std::invalid_argument);
+  advance({TransferAckInput{first_ + 1, true}, TransferAckInput{first_, true}, results.view()});
+  scheduler_.next_plan(3, plan_);
+  EXPECT_EQ(plan_.row_starts, std::vector<std::int32_t>{10});
+  EXPECT_EQ(plan_.row_loads[0], (std::array<std::int64_t, 2>{-1, -1}));
+}
+
+TEST_F(WhileLoading, ARowThatReadABadPageHasNoTokenAndIsComputedFromThatPageOn) {
+  Results results(plan_);
+  const std::vector<InputEvent> acks{TransferAckInput{first_, true},
+                                     TransferAckInput{first_ + 1, false}};
+  EXPECT_THROW(advance({acks[0], acks[1], results.view()}), std::invalid_argument);
+  advance(acks);
+  EXPECT_THROW(advance({results.view()}), std::invalid_argument);
+  results.num_accepted[0] = 0;
+  results.finished[0] = results.failed[0] = 1;  // of rubbish: not taken either
+  advance({results.view()});
+  scheduler_.next_plan(3, plan_);
+  EXPECT_EQ(plan_.row_starts, std::vector<std::int32_t>{4});
+  EXPECT_EQ(plan_.row_lens, std::vector<std::int32_t>{6});
+  EXPECT_EQ(scheduler_.tree().find("", std::vector<TokenId>{1, 2, 3, 4, 5, 6, 7, 8}).full_len, 4);
+}
+
+TEST_F(WhileLoading, NobodyElseFindsWhatIsStillOnItsWay) {
+  submit(scheduler_, spec(3, {1, 2, 3, 4, 5, 6, 7, 8, 11, 12}));
+  scheduler_.next_plan(3, plan_);
+  EXPECT_EQ(scheduler_.tree().find("", std::vector<TokenId>{1, 2, 3, 4}).len(), 0);
+  for (const std::int64_t id : plan_.row_request_ids) EXPECT_EQ(id, 2);
+  EXPECT_TRUE(plan_.moves.empty()) << "what is on its way is not loaded twice";
+}
+
+TEST_F(WhileLoading, AnAbortKeepsThePagesUntilNothingWritesToThem) {
+  const std::vector<EndedRequest> at_once =
+      scheduler_.advance(std::vector<InputEvent>{AbortInput{RequestId{2}}});
+  EXPECT_TRUE(at_once.empty());
+  Results results(plan_);
+  advance({TransferAckInput{first_, true}, TransferAckInput{first_ + 1, true}});
+  EXPECT_EQ(scheduler_.num_leaving(), 1) << "the step may still write";
+  results.num_accepted[0] = 0;
+  advance({results.view()});
+  EXPECT_EQ(scheduler_.num_leaving(), 0);
+  EXPECT_EQ(scheduler_.tree().find("", std::vector<TokenId>{1, 2, 3, 4, 5, 6, 7, 8}).len(), 8);
+}
+
+TEST_F(WhileLoading, MayBeDestroyedMeanwhile) {
+  EXPECT_EQ(scheduler_.num_steps_in_flight(), 1);
+}
+
 // The same walk the fuzzer takes, over seeded bytes, so that it runs where there is no clang.
 TEST(Scheduler, SurvivesRandomCallSequences) {
   std::int64_t num_ended = 0, num_retractions = 0, num_lower_hits = 0, num_remote = 0;
+  std::int64_t num_rows_while_loading = 0, num_void_rows = 0;
   std::int64_t num_sends = 0, num_preemptions = 0, num_probes = 0, num_declined = 0;
   for (std::uint32_t seed = 0; seed < 240; ++seed) {
     std::mt19937 random(seed);
@@ -142,6 +234,8 @@ TEST(Scheduler, SurvivesRandomCallSequences) {
     num_preemptions += driver.stats().num_preemptions;
     num_probes += driver.stats().num_probes;
     num_declined += driver.stats().num_declined_pages;
+    num_rows_while_loading += driver.num_rows_while_loading();
+    num_void_rows += driver.num_void_rows();
   }
   EXPECT_GT(num_ended, 5000);
   EXPECT_GT(num_retractions, 100);
@@ -151,6 +245,8 @@ TEST(Scheduler, SurvivesRandomCallSequences) {
   EXPECT_GT(num_preemptions, 100);
   EXPECT_GT(num_probes, 100);
   EXPECT_GT(num_declined, 50);
+  EXPECT_GT(num_rows_while_loading, 50);
+  EXPECT_GT(num_void_rows, 10);
 }
 
 }  // namespace

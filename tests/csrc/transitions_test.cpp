@@ -82,7 +82,7 @@ TEST_F(TransitionsTest, TheFirstReasonToEndStands) {
 
 TEST(FsmTable, CoversEveryPairOnce) {
   const std::vector<FsmRow> table = fsm_table();
-  EXPECT_EQ(table.size(), std::variant_size_v<State> * 11);
+  EXPECT_EQ(table.size(), std::variant_size_v<State> * 13);
   std::size_t num_illegal = 0;
   for (const FsmRow& row : table) num_illegal += row.next.empty() ? 1 : 0;
   EXPECT_EQ(num_illegal, kIllegalPairs.size());

@@ -2,7 +2,9 @@
 """A device and a greedy language model of toy size, to run the scheduler against.
 
 Owns a KV memory that remembers, for each (page, offset), the whole token sequence the entry was
-computed from; so a row that would read another request's KV, or stale KV, is caught at once.
+computed from; so a row that would read another request's KV, or stale KV, is caught at once. It
+runs a step layer by layer, and a page that is being loaded comes layer by layer, none of it sooner
+than a row that says what it waits for reads it.
 Does not know how the scheduler decides anything.
 """
 
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 import _scheduler as cpp
 
 MASK = (1 << 61) - 1
+NUM_LAYERS = 3
 
 
 def mix(prefix: int, token: int) -> int:
@@ -92,8 +95,13 @@ class Flight:
     tokens: list[list[int]]
     finished: list[int]
     failed: list[int]
+    loads: list[range]  # tickets that each row waited for
     touched: set[int]  # pages it reads, copies or writes
     written: set[int]
+
+    @property
+    def tickets(self) -> set[int]:
+        return {ticket for row in self.loads for ticket in row}
 
 
 class Device:
@@ -107,13 +115,26 @@ class Device:
         self.page_table = np.full((config.max_slots, width), -1, np.int32)
         self.next_input_ids = np.full(config.max_slots, -1, np.int64)
         self.memory = np.zeros((config.num_pages, config.page_size), np.uint64)
+        self.layers_in = np.full(config.num_pages, NUM_LAYERS)  # the first so many of a page
+        self.bring: Callable[[int, int], bool] = lambda ticket, layer: False  # is it good?
         self.flights: deque[Flight] = deque()
 
-    def check_outside(self, *, writes: Iterable[int] = (), reads: Iterable[int] = ()) -> None:
-        """Moves between tiers and other engines do not wait for the steps in flight, nor they."""
+    def check_outside(
+        self,
+        *,
+        writes: Iterable[int] = (),
+        reads: Iterable[int] = (),
+        loads: Mapping[int, int] | None = None,
+    ) -> None:
+        """Moves between tiers and other engines do not wait for the steps in flight, nor they.
+
+        But for loads, {page: ticket}, that a step waits for itself: they write what it reads.
+        """
         for flight in self.flights:
+            awaited = {page for page, ticket in (loads or {}).items() if ticket in flight.tickets}
             for page in writes:
-                assert page not in flight.touched, (
+                met = flight.written if page in awaited else flight.touched
+                assert page not in met, (
                     f"page {page} is written from outside while step {flight.step_id} may use it"
                 )
             for page in reads:
@@ -135,13 +156,33 @@ class Device:
         assert len(set(targets)) == len(targets)
         assert not set(targets) & {source for source, _, _ in copies}, "copies depend on order"
         for source, target, tokens in copies:
+            assert self.layers_in[source] == NUM_LAYERS, f"page {source} is copied as it comes"
             self.memory[target, :tokens] = self.memory[source, :tokens]
+            self.layers_in[target] = NUM_LAYERS
+
+    def wait_for_layers(self, plan: cpp.Plan) -> list[range]:
+        """Read what rows find in place, layer after layer, each behind the loads the row names.
+
+        Returns the tickets of each row; memory is as the loads leave it.
+        """
+        loads = [range(first, end) if first >= 0 else range(0) for first, end in plan.row_loads]
+        rows = zip(plan.row_slots.tolist(), plan.row_starts.tolist(), loads, strict=True)
+        for slot, start, tickets in rows:
+            for layer in range(NUM_LAYERS):
+                for ticket in tickets:
+                    self.bring(ticket, layer)
+                pages = self.page_table[slot, : -(-start // self.page_size)]
+                late = pages[self.layers_in[pages] <= layer].tolist()
+                assert not late, f"step {plan.step_id} reads layer {layer} of {late} too early"
+        return loads
 
     def run(self, plan: cpp.Plan, jobs: dict[int, Job], fail: set[int]) -> Flight:
         self.apply_tables(plan)
         self.copy_pages(plan)
         self.check_plan_shape(plan, jobs)
-        flight = Flight(plan.step_id, [], [], [], [], [], *self.pages_of(plan))
+        loads = self.wait_for_layers(plan)
+        is_void = [not all(self.bring(ticket, NUM_LAYERS) for ticket in row) for row in loads]
+        flight = Flight(plan.step_id, [], [], [], [], [], loads, *self.pages_of(plan))
         at = 0
         reads: list[tuple[Job, int, int, list[int]]] = []
         for r, request_id in enumerate(plan.row_request_ids.tolist()):
@@ -160,8 +201,10 @@ class Device:
                 where = page * self.page_size + position % self.page_size
                 assert plan.slot_mapping[at + offset] == where
                 self.memory[page, position % self.page_size] = state
+                self.layers_in[page] = NUM_LAYERS
             at += length
-            reads.append((job, slot, start, ids))
+            if not is_void[r]:  # else its results must count for nothing
+                reads.append((job, slot, start, ids))
             samples = int(plan.row_samples[r])
             is_decode = start >= job.admissions[-1][0]
             tokens, finished = self.sample(ids, states, is_decode) if samples else ([], False)
@@ -251,6 +294,9 @@ class TierMover:
         self.waiting: list[tuple[list[int], bytes]] = []
         self.probes: list[tuple[int, list[bytes]]] = []
         self.num_by_kind = [0, 0, 0, 0]
+        self.fates: dict[int, bool] = {}  # of loads that a step has seen come
+        self.lost: set[int] = set()  # tickets acked so
+        device.bring = self.bring
 
     def check_outside(self) -> None:
         """No move under way meets a step in flight, nor another move."""
@@ -261,6 +307,7 @@ class TierMover:
         assert reads.isdisjoint(writes), "a move writes where another reads"
         self.device.check_outside(
             writes=[target for _, _, _, _, tier, target in moves if tier == 1],
+            loads={target: ticket for ticket, kind, _, _, _, target in moves if kind == 0},
             reads=[source for _, _, tier, source, _, _ in moves if tier == 1],
         )
 
@@ -271,6 +318,8 @@ class TierMover:
             self.num_by_kind[kind] += 1
             if target_tier < 3:
                 self.memory(target_tier)[target] = self.rng.getrandbits(60)
+            if target_tier == 1:
+                self.device.layers_in[target] = 0
         for i, probe_id in enumerate(plan.probe_ids.tolist()):
             asked = plan.probe_hashes[plan.probe_indptr[i] : plan.probe_indptr[i + 1]]
             self.probes.append((probe_id, [name.tobytes() for name in asked]))
@@ -291,6 +340,27 @@ class TierMover:
     def memory(self, tier: int) -> NDArray[np.uint64]:
         return self.device.memory if tier == 1 else self.l2
 
+    def bring(self, ticket: int, layer: int) -> bool:
+        """One layer more of a page under way comes to L1, good or bad; whether it is good."""
+        move = next((move for move, _ in self.waiting if move[0] == ticket), None)
+        if move is None:  # it is over, others of its run are not
+            return ticket not in self.lost
+        source, target = move[3], move[5]
+        is_good = self.fates.setdefault(ticket, self.loss == 0 or self.rng.random() >= self.loss)
+        if is_good:
+            self.device.memory[target] = self.l2[source]
+        self.device.layers_in[target] = max(
+            self.device.layers_in[target], min(layer + 1, NUM_LAYERS)
+        )
+        return is_good
+
+    def acks_of(self, tickets: set[int]) -> list[cpp.TransferAck]:
+        """Acks of those that are not acked yet, in any order."""
+        mine = [(move, name) for move, name in self.waiting if move[0] in tickets]
+        self.waiting = [one for one in self.waiting if one[0][0] not in tickets]
+        self.rng.shuffle(mine)
+        return [self.end(move, name) for move, name in mine]
+
     def acks(self, everything: bool = False) -> list[cpp.TransferAck]:
         """Acks of what is done by now, in any order."""
         self.rng.shuffle(self.waiting)
@@ -300,13 +370,22 @@ class TierMover:
             if not everything and self.rng.random() < self.delay:
                 late.append((move, name))
                 continue
-            done.append(cpp.TransferAck(ticket=move[0], ok=self.carry_out(move, name)))
+            done.append(self.end(move, name))
         self.waiting = late
         return done
 
+    def end(self, move: list[int], name: bytes) -> cpp.TransferAck:
+        ok = self.carry_out(move, name)
+        if not ok:
+            self.lost.add(move[0])
+            if move[4] == 1:  # rubbish, in all layers
+                self.device.layers_in[move[5]] = NUM_LAYERS
+        return cpp.TransferAck(ticket=move[0], ok=ok)
+
     def carry_out(self, move: list[int], name: bytes) -> bool:
-        _, _, source_tier, source, target_tier, target = move
-        if self.rng.random() < self.loss:
+        ticket, _, source_tier, source, target_tier, target = move
+        is_good = self.fates.pop(ticket, None)
+        if is_good is False or (is_good is None and self.rng.random() < self.loss):
             return False
         if source_tier == 3:
             if name not in self.l3:
@@ -318,6 +397,8 @@ class TierMover:
             self.l3[name] = data.copy()
         else:
             self.memory(target_tier)[target] = data
+        if target_tier == 1:
+            self.device.layers_in[target] = NUM_LAYERS
         return True
 
 
@@ -350,6 +431,8 @@ class Harness:
         self.next_id = 0
         self.fail_next: set[int] = set()
         self.num_retracted = 0
+        self.num_rows_while_loading = 0
+        self.num_void_rows = 0
         self.admitted_at: dict[int, int] = {}  # request -> number of the plan
         self.plans = 0
 
@@ -411,6 +494,7 @@ class Harness:
             return plan
         assert 0 < len(plan.input_ids) <= self.config.token_budget
         assert set(plan.row_request_ids.tolist()) <= self.live
+        self.num_rows_while_loading += int((plan.row_loads[:, 0] >= 0).sum())
         self.flights.append(self.device.run(plan, self.jobs, self.fail_next))
         self.fail_next = set()
         return plan
@@ -420,9 +504,15 @@ class Harness:
         events: list[object] = []
         if self.flights:
             flight = self.flights.popleft()
+            if flight.tickets:
+                assert self.mover is not None
+                events += self.mover.acks_of(flight.tickets)
+            self.drop_void_rows(flight)
             events.append(self.step_done(flight))
             for r, request_id in enumerate(flight.request_ids):
                 job = self.jobs[request_id]
+                if self.is_void(flight, r):
+                    continue
                 if flight.failed[r]:
                     self.over.add(request_id)
                 elif request_id in self.live and not self.is_over(job):
@@ -436,6 +526,17 @@ class Harness:
             for request_id in sorted(self.sends):
                 ended += self.end_send(request_id, ok=True)
         return ended
+
+    def is_void(self, flight: Flight, row: int) -> bool:
+        """It read a page that turned out bad."""
+        return self.mover is not None and not self.mover.lost.isdisjoint(flight.loads[row])
+
+    def drop_void_rows(self, flight: Flight) -> None:
+        """Their tokens; what else they say is for the scheduler to ignore."""
+        for row in range(len(flight.tokens)):
+            if self.is_void(flight, row):
+                flight.tokens[row] = []
+                self.num_void_rows += 1
 
     def advance(self, events: list[object]) -> list[cpp.Ended]:
         ended = self.scheduler.advance(events)  # type: ignore[arg-type]
@@ -505,6 +606,7 @@ class Harness:
             if position >= start:
                 self.device.check_outside(writes=[int(page)])
                 self.device.memory[page, position % self.config.page_size] = state
+                self.device.layers_in[page] = NUM_LAYERS
         self.advance([cpp.RemotePrefill(request_id=request_id, ok=ok)])
 
     def abort(self, request_id: int) -> list[cpp.Ended]:

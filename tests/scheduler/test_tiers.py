@@ -231,7 +231,7 @@ def test_random_runs_over_three_tiers_never_read_foreign_kv(chunk: int) -> None:
     assert moves.min() > 20 and num_found > 200
 
 
-def run_at_random(seed: int) -> Harness:
+def run_at_random(seed: int, *, overlap_loads: bool = False) -> Harness:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])
     vocab = rng.choice([2, 3, 50])
@@ -245,6 +245,7 @@ def run_at_random(seed: int) -> Harness:
         lease_percent=rng.choice([0, 100]),
         num_l2_pages=rng.choice([1, 5, 20, 100]),
         use_l3=rng.random() < 0.6,
+        overlap_loads=overlap_loads,
     )
     harness = Harness(config, ToyModel(vocab, rng.choice([0, 10])), overlap=rng.random() < 0.5)
     mover = harness.mover = TierMover(config, harness.device, rng)
