@@ -222,13 +222,11 @@ MoveResult Scheduler::bring_to_l2(MoveOrder& order, const PrefixMatch& match) {
   return result;
 }
 
-// From the end on: where L2 is small its pages can go on and leave while the first still wait. L1
-// keeps what the store does not have yet: a page that waits in L2 for it may make room for others.
+// From the end on: where L2 is small its pages can go on and leave while the first still wait.
 MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
   const std::vector<RadixTree::NamedPage> in_l1 = tree_.full_pages(match);
   MoveResult result;
   bool has_room = true, may_leave_l2 = true;
-  std::size_t num_kept = 0;
   for (std::size_t i = order.names.pages.size(); i-- > 0;) {
     const PageHash& hash = order.names.pages[i];
     if (tiers_.is_in_l3(hash)) {
@@ -247,12 +245,9 @@ MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
       result.tokens_pending += config_.page_size;
     } else {
       result.tokens_missing += config_.page_size;
-      continue;
     }
-    num_kept = std::max(num_kept, i + 1);
   }
-  result.num_pages = tree_.drop(order.salt, order.tokens,
-                                static_cast<std::int32_t>(num_kept) * config_.page_size);
+  if (has_room) result.num_pages = tree_.drop(order.salt, order.tokens, 0);
   return result;
 }
 
@@ -280,17 +275,7 @@ void Scheduler::work_on_orders() {
       continue;
     }
     order.last = work_on(order);
-    const bool is_done = is_over(order, order.last);
-    if (is_done && order.target == MoveTarget::kL3) {
-      // The store takes no more of it: L2 has the rest, as far as it can.
-      std::int32_t num_kept = tree_.find(order.salt, order.tokens).full_len / config_.page_size;
-      for (; num_kept > 0; --num_kept) {
-        const PageHash& hash = order.names.pages[static_cast<std::size_t>(num_kept) - 1];
-        if (!tiers_.is_in_l2(hash) && !tiers_.is_in_l3(hash)) break;
-      }
-      tree_.drop(order.salt, order.tokens, num_kept * config_.page_size);
-    }
-    at = is_done ? orders_.erase(at) : std::next(at);
+    at = is_over(order, order.last) ? orders_.erase(at) : std::next(at);
   }
 }
 
