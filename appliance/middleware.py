@@ -11,14 +11,13 @@ import json
 import re
 import secrets
 import time
-import zlib
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.body_encoding import BodyDecoder, decoder_for
+from appliance.body_encoding import BodyDecoder, NotCompressedError, decoder_for
 from appliance.errors import STATUS_BY_CODE, ApiError, error_body_for, is_anthropic
 from appliance.metrics import Metrics
 
@@ -136,7 +135,7 @@ def _decoded(message: Message, decoder: BodyDecoder) -> Message:
     is_last = not message.get("more_body", False)
     try:
         body = decoder.decode(piece)
-    except zlib.error:
+    except NotCompressedError:
         raise BodyRefused("invalid_json", "the body is not compressed as it says") from None
     if is_last and not decoder.is_whole and len(body) <= decoder.max_bytes:
         raise BodyRefused("invalid_json", "the compressed body is cut short, or goes on")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -16,6 +17,11 @@ import pytest
 
 from tests.fakes.appliance import Json, RunningApp, default_assets, ids_of, says
 from tests.fakes.prompts import prompt_text
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 IMAGE: Json = {
     "type": "image",
@@ -190,12 +196,14 @@ def test_a_compressed_body_is_read(app: RunningApp) -> None:
         ("deflate", zlib.compress(body)),
         ("identity", body),
         ("GZIP", gzip.compress(body)),
+        ("zstd", zstd.compress(body, 3)),
+        ("zstd", zstd.compress(body, options={zstd.CompressionParameter.checksum_flag: 1})),
     ):
         reply = post_bytes(app, packed, encoding)
         assert reply.status_code == 200, (encoding, reply.text)
 
 
-@pytest.mark.parametrize("encoding", ["zstd", "br", "gzip, br"])
+@pytest.mark.parametrize("encoding", ["br", "gzip, br", "zstd, zstd", "compress"])
 def test_an_encoding_nobody_reads_is_415(app: RunningApp, encoding: str) -> None:
     reply = post_bytes(app, b"x", encoding)
     assert app.error(reply)[:2] == (415, "unsupported_encoding")
@@ -204,17 +212,54 @@ def test_an_encoding_nobody_reads_is_415(app: RunningApp, encoding: str) -> None
     assert reply.json()["type"] == "error"
 
 
-def test_a_compressed_body_that_is_none_is_refused(app: RunningApp) -> None:
-    packed = gzip.compress(b'{"model": "default", "input": "x"}')
-    for body in (b"{}", packed[:-9], packed + b"more", b""):
-        assert app.error(post_bytes(app, body, "gzip"))[:2] == (400, "invalid_json"), body
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": zstd.compress,
+}
 
 
-def test_what_a_compressed_body_unpacks_to_is_limited(app: RunningApp) -> None:
+@pytest.mark.parametrize("encoding", PACKERS)
+def test_a_compressed_body_that_is_none_is_refused(app: RunningApp, encoding: str) -> None:
+    packed = PACKERS[encoding](b'{"model": "default", "input": "x"}')
+    for body in (b"{}", packed[:-9], packed[:-1], packed + b"more", packed + packed, b""):
+        answer = app.error(post_bytes(app, body, encoding))
+        assert answer[:2] == (400, "invalid_json"), body
+
+
+@pytest.mark.parametrize("encoding", PACKERS)
+def test_a_compressed_body_may_come_in_any_pieces(app: RunningApp, encoding: str) -> None:
+    """And with what is behind its end in a piece of its own."""
+    packed = PACKERS[encoding](b'{"model": "default", "input": "x"}')
+    for size in (1, 7, len(packed)):
+        pieces = [packed[at : at + size] for at in range(0, len(packed), size)]
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        reply = app.http.post("/v1/responses", content=iter(pieces), headers=headers)
+        assert reply.status_code == 200, reply.text
+        reply = app.http.post("/v1/responses", content=iter([*pieces, b"x"]), headers=headers)
+        assert app.error(reply)[:2] == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("encoding", PACKERS)
+def test_what_a_compressed_body_unpacks_to_is_limited(app: RunningApp, encoding: str) -> None:
     limit = app.config.server.max_body_mb << 20
-    packed = gzip.compress(b'{"model": "default", "input": "' + b"x" * limit + b'"}', 1)
+    packed = PACKERS[encoding](b'{"model": "default", "input": "' + b"x" * limit + b'"}')
     assert len(packed) < limit // 50
-    assert app.error(post_bytes(app, packed, "gzip"))[:2] == (413, "request_too_large")
+    assert app.error(post_bytes(app, packed, encoding))[:2] == (413, "request_too_large")
+
+
+def test_a_frame_that_asks_for_more_memory_than_http_allows_is_refused(app: RunningApp) -> None:
+    body = json.dumps({"model": "default", "input": "x"}).encode()
+    for window_log, status in ((23, 200), (24, 400), (27, 400)):
+        # Without the size of its content a frame says how large a window it needs.
+        options = {
+            zstd.CompressionParameter.window_log: window_log,
+            zstd.CompressionParameter.content_size_flag: 0,
+        }
+        packer = zstd.ZstdCompressor(options=options)
+        packed = packer.compress(body) + packer.flush()
+        assert zstd.get_frame_info(packed).decompressed_size is None
+        assert post_bytes(app, packed, "zstd").status_code == status, window_log
 
 
 @pytest.mark.parametrize("header", ["X-Request-Id", "x-client-request-id"])
