@@ -12,12 +12,16 @@ Source: the sizes are those of FlashMLA's fp8 cache (DeepSeek, 2025), there by t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kernels.errors import KernelInputError
 
 GROUP = 128
+# Of the views that a step asks for several times; an entry goes with its view.
+_planes_of: Any = WeakTensorKeyDictionary()
 E4M3_MAX = 448.0
 
 
@@ -45,6 +49,14 @@ def latent_planes(kv_pool_layer: torch.Tensor, latent_dim: int, rope_dim: int) -
     Raises:
         KernelInputError: the bytes are no whole number of tokens, or latent_dim of groups.
     """
+    found: tuple[tuple[int, int], LatentPlanes] | None = _planes_of.get(kv_pool_layer)
+    if found is None or found[0] != (latent_dim, rope_dim):
+        found = (latent_dim, rope_dim), _cut(kv_pool_layer, latent_dim, rope_dim)
+        _planes_of[kv_pool_layer] = found
+    return found[1]
+
+
+def _cut(kv_pool_layer: torch.Tensor, latent_dim: int, rope_dim: int) -> LatentPlanes:
     num_bytes, width = kv_pool_layer.shape[1], row_bytes(latent_dim, rope_dim)
     if latent_dim % GROUP:
         raise KernelInputError("latent_dim", latent_dim, f"a multiple of {GROUP}")

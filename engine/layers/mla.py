@@ -15,9 +15,10 @@ import torch
 from engine.models.model import StepRows
 from kernels.mla_workspace import MlaWorkspace
 from kernels.ops.linear import LinearWeight, linear_add, norm_linear
-from kernels.ops.mla import mla_absorb, mla_expand_pages, mla_output
+from kernels.ops.mla import mla_absorb, mla_output
 from kernels.ops.mla_kv_write import mla_kv_write
 from kernels.ops.mla_prefill import mla_prefill
+from kernels.step_work import StepWork
 
 # The two inner norms are built without the model's eps in the released code.
 INNER_EPS = 1e-6
@@ -46,6 +47,7 @@ def mla_attention(
     cos_sin: torch.Tensor,
     softmax_scale: float,
     workspace: MlaWorkspace,
+    work: StepWork,
 ) -> torch.Tensor:
     """Write the step's latents; return the residual stream [T, hidden] behind the attention.
 
@@ -53,6 +55,7 @@ def mla_attention(
         norm: weight and eps of the RMSNorm in front.
         kv_pool_layer: one layer of the pool, a view.
         workspace: planned for the step's decode rows.
+        work: what kernels keep for the step's other layers.
     """
     num_heads, nope_dim, latent_dim = weights.w_uk.shape
     kv_width = latent_dim + cos_sin.shape[1]
@@ -73,7 +76,23 @@ def mla_attention(
             kv_pool_layer,
             rows.slot_mapping[:cut],
         )
-        o_THV = _prefill(q_THD[:cut], weights, rows, kv_pool_layer, softmax_scale)
+        slots, indptr, lens = rows.prefill_on_host or (
+            rows.row_slots[: rows.num_prefill_rows],
+            rows.row_indptr[: rows.num_prefill_rows + 1],
+            rows.seq_lens[: rows.num_prefill_rows],
+        )
+        o_THV = mla_prefill(
+            q_THD[:cut],
+            weights.w_uk,
+            weights.w_uv,
+            kv_pool_layer,
+            rows.page_table,
+            slots,
+            indptr,
+            lens,
+            softmax_scale,
+            work,
+        )
         parts.append(linear_add(o_THV.reshape(cut, -1), weights.out, residual_TX[:cut]))
     if cut < q_THD.shape[0]:
         absorbed_THC = mla_absorb(
@@ -102,42 +121,3 @@ def mla_attention(
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _prefill(
-    q_THD: torch.Tensor,
-    weights: MlaWeights,
-    rows: StepRows,
-    kv_pool_layer: torch.Tensor,
-    softmax_scale: float,
-) -> torch.Tensor:
-    cut = rows.num_prefill_rows
-    slots, indptr, lens = rows.prefill_on_host or (
-        rows.row_slots[:cut],
-        rows.row_indptr[: cut + 1],
-        rows.seq_lens[:cut],
-    )
-    page_table = rows.page_table
-    if kv_pool_layer.dtype == torch.uint8:  # fp8 planes: prefill takes rows
-        rope_dim = q_THD.shape[2] - weights.w_uk.shape[1]
-        kv_pool_layer, page_table = mla_expand_pages(
-            kv_pool_layer,
-            weights.w_uk.shape[2],
-            rope_dim,
-            page_table,
-            slots.cpu(),
-            lens.cpu(),
-            q_THD.dtype,
-        )
-        slots = torch.arange(cut, dtype=torch.int32, device=slots.device)
-    return mla_prefill(
-        q_THD,
-        weights.w_uk,
-        weights.w_uv,
-        kv_pool_layer,
-        page_table,
-        slots,
-        indptr,
-        lens,
-        softmax_scale,
-    )

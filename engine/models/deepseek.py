@@ -21,6 +21,7 @@ from kernels.ops.mla import plan_mla_decode
 from kernels.ops.norm import rms_norm
 from kernels.ops.sampling import argmax
 from kernels.ops.step_ids import embed_rows
+from kernels.step_work import StepWork
 from kvtiers.layout import FP8_GROUP, LatentLayout
 
 
@@ -36,6 +37,7 @@ class DeepseekForCausalLM:
         self._stack = stack
         self._dtype = options.dtype
         self.last_hidden = torch.empty(0)
+        self._pool_layers: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())
         self._workspace = make_mla_workspace(
             max_rows=options.max_rows,
             num_heads=config.num_heads,
@@ -78,8 +80,9 @@ class DeepseekForCausalLM:
             seq_lens, slots = rows.seq_lens[cut:], rows.row_slots[cut:]
             plan_mla_decode(self._workspace, seq_lens, rows.page_table, slots)
         residual = embed_rows(stack.embedding, input_ids, self._dtype)
+        pools, work = self._layers_of(kv_pool), StepWork()
         for index, layer in enumerate(stack.layers):
-            residual = self._layer(residual, layer, rows, kv_pool[:, index])
+            residual = self._layer(residual, layer, rows, pools[index], work)
         if self.can_draft:
             self.last_hidden = rms_norm(residual, stack.final_norm, eps)
         if not rows.samples_all:
@@ -104,11 +107,19 @@ class DeepseekForCausalLM:
             rms_norm(hidden, found.hidden_norm, eps),
         )
         residual = linear(torch.cat(halves, dim=-1), found.project)
-        residual = self._layer(residual, found.layer, rows, kv_pool[:, self.config.num_layers])
+        pool_layer = self._layers_of(kv_pool)[self.config.num_layers]
+        residual = self._layer(residual, found.layer, rows, pool_layer, StepWork())
         if not rows.samples_all:
             residual = residual[_last_tokens(rows, sample_rows)]
         logits = norm_linear(residual, found.final_norm, eps, stack.lm_head, torch.float32)
         return argmax(logits)
+
+    def _layers_of(self, kv_pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """kv_pool[:, layer] of each layer; the same views while the pool is the same, so that what
+        kernels derive from one is found again."""
+        if self._pool_layers[0] is not kv_pool:
+            self._pool_layers = (kv_pool, kv_pool.unbind(1))
+        return self._pool_layers[1]
 
     def _layer(
         self,
@@ -116,6 +127,7 @@ class DeepseekForCausalLM:
         layer: DeepseekLayer,
         rows: StepRows,
         kv_pool_layer: torch.Tensor,
+        work: StepWork,
     ) -> torch.Tensor:
         eps = self.config.rms_eps
         residual = mla_attention(
@@ -127,6 +139,7 @@ class DeepseekForCausalLM:
             self._stack.cos_sin,
             self.config.softmax_scale,
             self._workspace,
+            work,
         )
         return feed_forward(residual, (layer.post_norm, eps), layer.feed_forward)
 

@@ -11,6 +11,7 @@ from kernels.mla_workspace import MlaWorkspace
 from kernels.ops.linear import SMALL_BATCH_TOKENS, LinearWeight, linear_format
 from kernels.selection import select_kernel
 from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
+from kernels.step_work import StepWork
 
 
 def kv_format(kv_pool_layer: torch.Tensor) -> str:
@@ -250,6 +251,7 @@ def mla_expand_pages(
     row_slots: torch.Tensor,
     seq_lens: torch.Tensor,
     dtype: torch.dtype,
+    work: StepWork | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rows [n, page_size, latent_dim + rope_dim] in dtype, page table int32 [R, P]): the
     rows' pages out of fp8 planes, and where they now lie: row r's pages in entry r.
@@ -257,6 +259,7 @@ def mla_expand_pages(
     Args:
         kv_pool_layer: fp8 planes, uint8 [num_pages, page bytes].
         row_slots, seq_lens: int32 [R] on the host.
+        work: one for all layers of a step, whose rows are the same; None keeps nothing.
 
     Raises:
         KernelInputError: if shapes disagree or an index tensor is not int32.
@@ -269,5 +272,5 @@ def mla_expand_pages(
     pages = [-(-length // planes.page_size) for length in seq_lens.tolist()]
     formats = (("out", format_of(dtype)),)
     kernel = select_kernel(CallSignature("mla_expand_pages", kv_pool_layer.device.type, formats))
-    rows, table = kernel.fn(planes, page_table, row_slots, pages, dtype)
+    rows, table = kernel.fn(planes, page_table, row_slots, pages, dtype, work)
     return rows, table

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import torch
 
+from kernels.latent_planes import latent_planes
 from kernels.selection import select_kernel
 from kernels.signature import CallSignature, expect_dtype, expect_shape, format_of
+from kernels.step_work import StepWork
 
 
 def _is_dense(q: torch.Tensor) -> bool:
@@ -30,6 +32,7 @@ def mla_prefill(
     row_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
+    work: StepWork | None = None,
 ) -> torch.Tensor:
     """Return [T, H, v_dim] in q.dtype: causal attention of ragged rows, prefix included.
 
@@ -40,22 +43,23 @@ def mla_prefill(
         q: [T, H, nope_dim + rope_dim], rope applied; the last axis contiguous.
         w_uk: [H, nope_dim, latent_dim], a head's key of a latent is w_uk @ latent.
         w_uv: [H, v_dim, latent_dim], a head's value of a latent is w_uv @ latent.
-        kv_pool_layer: [num_pages, page_size, latent_dim + rope_dim], kv_pool[:, layer], a view.
+        kv_pool_layer: [num_pages, page_size, latent_dim + rope_dim], kv_pool[:, layer], a view; or
+            fp8 planes, uint8 [num_pages, page bytes] (kernels/latent_planes.py).
         page_table: int32 [M, P], the pages of each slot's sequence in order.
         row_slots: int32 [R], row of the page table.
         row_indptr: int32 [R + 1], ascending, from 0 to T; on the host or the device.
         seq_lens: int32 [R], tokens of KV after this step; on the host or the device.
         softmax_scale: factor on q . k.
+        work: one for all layers of a step, whose rows are the same; None keeps nothing.
 
     Raises:
         KernelInputError: if shapes disagree or an index tensor is not int32.
     """
     num_heads, nope_dim, latent_dim = w_uk.shape
-    rope_dim = kv_pool_layer.shape[-1] - latent_dim
+    rope_dim = q.shape[2] - nope_dim
     num_rows = row_slots.shape[0]
-    expect_shape("q", q, (None, num_heads, nope_dim + rope_dim))
+    expect_shape("q", q, (None, num_heads, None))
     expect_shape("w_uv", w_uv, (num_heads, None, latent_dim))
-    expect_shape("kv_pool_layer", kv_pool_layer, (None, None, None))
     expect_shape("page_table", page_table, (None, None))
     expect_shape("row_indptr", row_indptr, (num_rows + 1,))
     expect_shape("seq_lens", seq_lens, (num_rows,))
@@ -66,17 +70,27 @@ def mla_prefill(
         ("seq_lens", seq_lens),
     ):
         expect_dtype(name, index, torch.int32)
-    formats = (("q", format_of(q.dtype)), ("kv", format_of(kv_pool_layer.dtype)))
+    has_planes = kv_pool_layer.dtype == torch.uint8
+    if has_planes:
+        page_size = latent_planes(kv_pool_layer, latent_dim, rope_dim).page_size
+        is_dense = True
+    else:
+        expect_shape("kv_pool_layer", kv_pool_layer, (None, None, latent_dim + rope_dim))
+        page_size = kv_pool_layer.shape[1]
+        is_dense = kv_pool_layer.stride()[1:] == (kv_pool_layer.shape[2], 1)
+    kv = "fp8_planes" if has_planes else format_of(kv_pool_layer.dtype)
     traits = (
         ("head_dim", nope_dim + rope_dim),
         ("v_dim", w_uv.shape[1]),
         ("latent_dim", latent_dim),
         ("rope_dim", rope_dim),
-        ("page_size", kv_pool_layer.shape[1]),
-        ("page_is_dense", kv_pool_layer.stride()[1:] == (kv_pool_layer.shape[2], 1)),
+        ("page_size", page_size),
+        ("page_is_dense", is_dense),
         ("q_is_dense", _is_dense(q)),
     )
-    kernel = select_kernel(CallSignature("mla_prefill", q.device.type, formats, traits))
+    family = "mla_prefill_planes" if has_planes else "mla_prefill"
+    formats = (("q", format_of(q.dtype)), ("kv", kv))
+    kernel = select_kernel(CallSignature(family, q.device.type, formats, traits))
     out: torch.Tensor = kernel.fn(
         q,
         w_uk,
@@ -87,5 +101,6 @@ def mla_prefill(
         row_indptr,
         seq_lens,
         softmax_scale,
+        work,
     )
     return out

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.registry import Priority, register_kernel
+from kernels.step_work import StepWork
 
 CHUNK_TOKENS = 4096
 # Scores of one piece: fp32 [H, queries, CHUNK_TOKENS] stays below this.
@@ -42,6 +43,7 @@ def mla_prefill(
     row_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
+    work: StepWork | None = None,
 ) -> torch.Tensor:
     """Row by row; GEMMs in q.dtype, softmax and merge in fp32."""
     _, nope_dim, latent_dim = w_uk.shape

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.registry import Priority, register_kernel
+from kernels.step_work import StepWork
 
 # Expanded keys and padded values of one group of heads stay below this.
 EXPANDED_BYTES = 2 << 30
@@ -37,6 +38,7 @@ def mla_prefill(
     row_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
+    work: StepWork | None = None,
 ) -> torch.Tensor:
     """Row by row."""
     num_heads, page_size = w_uk.shape[0], kv_pool_layer.shape[1]

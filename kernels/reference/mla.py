@@ -11,6 +11,7 @@ import torch
 from kernels.latent_planes import LatentPlanes, decode_rows, latent_planes
 from kernels.mla_workspace import MlaWorkspace
 from kernels.registry import Priority, register_kernel
+from kernels.step_work import StepWork
 
 
 @register_kernel("mla_decode", "reference", priority=Priority.REFERENCE)
@@ -66,6 +67,7 @@ def mla_expand_pages(
     row_slots: torch.Tensor,
     pages_of_rows: list[int],
     dtype: torch.dtype,
+    work: StepWork | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather, decode; the new table counts up."""
     most = max(pages_of_rows)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.latent_planes import decode_rows, latent_planes
 from kernels.registry import Priority, register_kernel
+from kernels.step_work import StepWork
 
 
 @register_kernel("mla_prefill", "reference", priority=Priority.REFERENCE)
@@ -22,6 +24,7 @@ def mla_prefill(
     row_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
+    work: StepWork | None = None,
 ) -> torch.Tensor:
     """Keys and values expanded from the latents, one dense softmax per row, fp32 inside."""
     _, nope_dim, latent_dim = w_uk.shape
@@ -42,3 +45,25 @@ def mla_prefill(
         scores_QHL = (scores_QHL * softmax_scale).masked_fill(hidden_QL[:, None], float("-inf"))
         out[mine] = torch.einsum("qhl,lhv->qhv", scores_QHL.softmax(dim=-1), v_LHV).to(q.dtype)
     return out
+
+
+@register_kernel("mla_prefill_planes", "reference", priority=Priority.REFERENCE)
+def mla_prefill_planes(
+    q: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    row_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    work: StepWork | None = None,
+) -> torch.Tensor:
+    """The whole pool decoded."""
+    planes = latent_planes(kv_pool_layer, w_uk.shape[2], q.shape[2] - w_uk.shape[1])
+    pages = torch.arange(kv_pool_layer.shape[0], device=kv_pool_layer.device)
+    pool = decode_rows(planes, pages, q.dtype)
+    return mla_prefill(
+        q, w_uk, w_uv, pool, page_table, row_slots, row_indptr, seq_lens, softmax_scale
+    )

@@ -10,6 +10,7 @@ fp32 scale per 128 x 128 block, which is multiplied into the activation.
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.quick_launch import quick_launch
 
 
 @triton.jit
@@ -48,6 +49,7 @@ def _deal(tile, ROWS: tl.constexpr, WAYS: tl.constexpr, COLS: tl.constexpr, WIDE
     return tl.reshape(tile, (WAYS, ROWS, COLS // WAYS))
 
 
+@quick_launch
 @triton.jit
 def dense_rows_kernel(
     x,

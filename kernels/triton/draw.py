@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import triton
 from kernels.registry import Priority, register_kernel
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.draw_rows import (
     PASSES,
     TRIALS,
@@ -43,8 +43,8 @@ def draw_tokens(
 ) -> torch.Tensor:
     """Sixteen launches; scratch of 0.5 MB a row. Passes of a cut that no row has end at once."""
     num, vocab = logits.shape
-    block = max(MIN_BLOCK, min(1024, triton.next_power_of_2(triton.cdiv(vocab, pieces))))
-    steps = triton.cdiv(vocab, pieces * block)
+    block = max(MIN_BLOCK, min(1024, next_power_of_2(cdiv(vocab, pieces))))
+    steps = cdiv(vocab, pieces * block)
     passes, trials = PASSES.value, TRIALS.value
 
     def scratch(dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from kernels._triton import tl, triton
 from kernels.ops.edit import RowEdits
 from kernels.registry import Priority, register_kernel
+from kernels.sizes import cdiv, next_power_of_2
 
 PIECES = 32  # programs of a row
 
@@ -78,7 +79,7 @@ def edit_rows(logits: torch.Tensor, edits: RowEdits) -> tuple[torch.Tensor, torc
     out = torch.empty(num, vocab, dtype=torch.float32, device=logits.device)
     bad = torch.empty(num, PIECES, dtype=torch.int32, device=logits.device)
     peaks = torch.empty(num, PIECES, dtype=torch.float32, device=logits.device)
-    block = min(1024, triton.next_power_of_2(triton.cdiv(vocab, PIECES)))
+    block = min(1024, next_power_of_2(cdiv(vocab, PIECES)))
     edit_rows_kernel[(num, PIECES)](
         logits,
         edits.rows,
@@ -97,7 +98,7 @@ def edit_rows(logits: torch.Tensor, edits: RowEdits) -> tuple[torch.Tensor, torc
         edits.masks.stride(0),
         PIECES=PIECES,
         BLOCK=block,
-        STEPS=triton.cdiv(vocab, PIECES * block),
+        STEPS=cdiv(vocab, PIECES * block),
         num_warps=4,
     )
     is_sound = (bad.amax(dim=-1) == 0) & torch.isfinite(peaks.amax(dim=-1))

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from kernels._triton import triton
 from kernels.errors import KernelInputError
 from kernels.moe_routing import MoeRouting
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.mla import use_pdl
 from kernels.triton.moe_route import moe_norm_route_kernel, moe_topk_kernel
 
@@ -43,7 +43,7 @@ def route(
         weights,
         routing.scale,
         E=routing.num_experts,
-        E_PAD=triton.next_power_of_2(routing.num_experts),
+        E_PAD=next_power_of_2(routing.num_experts),
         TOP_K=routing.top_k,
         NUM_SHARED=0,
         GROUPS=routing.num_groups,
@@ -103,9 +103,9 @@ def norm_route(
     weights = torch.empty(shape, dtype=torch.float32, device=x.device)
     normed = torch.empty_like(x)
     logits = torch.empty(num_tokens, routing.num_experts, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(hidden)
+    block = next_power_of_2(hidden)
     pdl = use_pdl(x.device)
-    moe_norm_route_kernel[(num_tokens, triton.cdiv(routing.num_experts, 4))](
+    moe_norm_route_kernel[(num_tokens, cdiv(routing.num_experts, 4))](
         x,
         norm_weight,
         router,
@@ -121,7 +121,7 @@ def norm_route(
         BLOCK=block,
         PER_PROGRAM=4,
         E=routing.num_experts,
-        E_PAD=triton.next_power_of_2(routing.num_experts),
+        E_PAD=next_power_of_2(routing.num_experts),
         TOP_K=routing.top_k,
         NUM_SHARED=num_shared,
         GROUPS=routing.num_groups,

@@ -14,6 +14,7 @@ import math
 import torch
 
 from kernels._triton import tl, triton
+from kernels.sizes import cdiv
 
 PART_TOKENS = 1024
 TILE = 64
@@ -140,7 +141,7 @@ def fixed_attention(
         most_tokens: at least the largest of token_lens; the host's number, nothing is read back.
     """
     num_tokens, num_heads, width = q.shape
-    num_parts = max(1, triton.cdiv(most_tokens, part_tokens))
+    num_parts = max(1, cdiv(most_tokens, part_tokens))
     at_once = max(1, SCRATCH_BYTES // (4 * num_parts * num_heads * latent_dim))
     shape = (min(at_once, num_tokens), num_parts, num_heads)
     partial_out = torch.empty(*shape, latent_dim, dtype=torch.float32, device=q.device)
@@ -150,7 +151,7 @@ def fixed_attention(
     for start in range(0, num_tokens, at_once):
         some = slice(start, min(start + at_once, num_tokens))
         num = some.stop - start
-        grid = (num_parts, latent_dim // columns, num * triton.cdiv(num_heads, 16))
+        grid = (num_parts, latent_dim // columns, num * cdiv(num_heads, 16))
         fixed_part_kernel[grid](
             q[some],
             kv_pool_layer,

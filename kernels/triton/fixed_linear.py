@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from kernels._triton import tl, triton
+from kernels.sizes import cdiv, next_power_of_2
 
 BLOCK_M, BLOCK_N, BLOCK_K = 16, 64, 64
 
@@ -155,7 +156,7 @@ def fixed_product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
     batch, num, inner = x.shape
     width = w.shape[1]
     if num:
-        grid = (triton.cdiv(width, BLOCK_N), triton.cdiv(num, BLOCK_M), batch)
+        grid = (cdiv(width, BLOCK_N), cdiv(num, BLOCK_M), batch)
         fixed_linear_kernel[grid](
             x,
             w,
@@ -181,8 +182,8 @@ def fixed_experts(
     num, inner = x.shape
     num_experts, width, _ = w.shape
     out = torch.empty(num, width, dtype=x.dtype, device=x.device)
-    most_tiles = triton.cdiv(num, BLOCK_M) + min(num, num_experts)
-    fixed_experts_kernel[(triton.cdiv(width, BLOCK_N), most_tiles)](
+    most_tiles = cdiv(num, BLOCK_M) + min(num, num_experts)
+    fixed_experts_kernel[(cdiv(width, BLOCK_N), most_tiles)](
         x,
         w,
         out,
@@ -194,7 +195,7 @@ def fixed_experts(
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K,
-        EXPERTS_PAD=triton.next_power_of_2(num_experts),
+        EXPERTS_PAD=next_power_of_2(num_experts),
         num_warps=_warps(x),
     )
     return out

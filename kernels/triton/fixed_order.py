@@ -19,6 +19,7 @@ from kernels.ops.mla_kv_write import mla_kv_write
 from kernels.ops.moe import moe_route
 from kernels.ops.norm import rms_norm
 from kernels.registry import Priority, register_kernel
+from kernels.step_work import StepWork
 from kernels.triton.fixed_attention import fixed_attention
 from kernels.triton.fixed_linear import BLOCK_M, fixed_experts, fixed_product
 
@@ -153,6 +154,7 @@ def fixed_prefill(
     row_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
+    work: StepWork | None = None,
 ) -> torch.Tensor:
     """Absorbed, each token by itself: as it would be decoded."""
     lens = row_indptr.diff()

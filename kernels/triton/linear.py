@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from kernels._triton import triton
 from kernels.fp8_weight import Fp8Weight
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.dense_rows import dense_rows_kernel
 from kernels.triton.mla import use_pdl
 from kernels.triton.w4_expand import w4_expand_kernel
@@ -96,7 +96,7 @@ def _w4_rows(
     most = 4 if loads == 16 and blocks > 32 else 32 // ways
     scale = SCALE_CODES[weight.format]
     pdl = use_pdl(x.device)
-    w4_rows_kernel[(weight.num_rows // 16, triton.cdiv(num_tokens, loads))](
+    w4_rows_kernel[(weight.num_rows // 16, cdiv(num_tokens, loads))](
         x,
         gain,
         weight.codes.view(torch.uint32),
@@ -119,7 +119,7 @@ def _w4_rows(
         TOKENS=max(8, loads),
         LOADS=loads,
         WAYS=ways,
-        KC=min(most, triton.next_power_of_2(triton.cdiv(blocks, ways))),
+        KC=min(most, next_power_of_2(cdiv(blocks, ways))),
         PARTS=num_parts,
         NORMS=gain is not out,
         ADDS=residual is not out,
@@ -154,7 +154,7 @@ def _dense_rows(
     most = 1024 if num_cols > 2048 else 2048
     ways = MANY_WAYS if num_parts or is_scaled else WAYS
     pdl = use_pdl(x.device)
-    dense_rows_kernel[(num_rows // 16, triton.cdiv(num_tokens, loads))](
+    dense_rows_kernel[(num_rows // 16, cdiv(num_tokens, loads))](
         x,
         gain,
         weight.values if isinstance(weight, Fp8Weight) else weight,
@@ -170,7 +170,7 @@ def _dense_rows(
         TOKENS=8,
         LOADS=loads,
         WAYS=ways,
-        COLS=max(512, min(most, triton.next_power_of_2(num_cols))),
+        COLS=max(512, min(most, next_power_of_2(num_cols))),
         PARTS=num_parts,
         NORMS=gain is not out,
         ADDS=residual is not out,
@@ -258,9 +258,9 @@ def expand_w4(weight: TiledW4, dtype: torch.dtype) -> torch.Tensor:
     """A linear layer's weight as a dense [N, K]; gate rows, then up rows if interleaved."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.codes.device)
     blocks = weight.num_cols // 64
-    kc = min(4, triton.next_power_of_2(triton.cdiv(blocks, WAYS)))
+    kc = min(4, next_power_of_2(cdiv(blocks, WAYS)))
     scale = SCALE_CODES[weight.format]
-    w4_expand_kernel[(weight.num_rows // 16, triton.cdiv(blocks, kc * WAYS))](
+    w4_expand_kernel[(weight.num_rows // 16, cdiv(blocks, kc * WAYS))](
         weight.codes.view(torch.uint32),
         weight.scales.view(torch.uint32),
         weight.factors,

@@ -7,16 +7,18 @@ may be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
 
 import torch
 
-from kernels._triton import HAS_GLUON_HOPPER, TensorDescriptor, gl, triton
+from kernels._triton import HAS_GLUON_HOPPER
 from kernels.latent_planes import latent_planes
 from kernels.mla_workspace import TILE_ROWS, MlaWorkspace
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
+from kernels.sizes import cdiv, next_power_of_2
+from kernels.triton.boxes import boxes
 from kernels.triton.mla_decode import mla_decode_kernel
 from kernels.triton.mla_plan import mla_merge_kernel, mla_plan_kernel
 
@@ -24,6 +26,7 @@ TILE = 64
 LOG2_E = math.log2(math.e)
 
 
+@functools.cache
 def use_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch exists from compute capability 9.0 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -59,7 +62,7 @@ def plan(
     row_slots: torch.Tensor,
 ) -> None:
     """One tiny program; see triton/mla_plan.py."""
-    rows_pad = triton.next_power_of_2(workspace.max_rows)
+    rows_pad = next_power_of_2(workspace.max_rows)
     mla_plan_kernel[(1,)](
         seq_lens,
         page_table,
@@ -70,7 +73,7 @@ def plan(
         TILE=TILE,
         Q_LEN=workspace.q_len,
         NUM_PARTS=workspace.num_parts,
-        PARTS_PAD=triton.next_power_of_2(workspace.num_parts),
+        PARTS_PAD=next_power_of_2(workspace.num_parts),
         ROWS_PAD=rows_pad,
         CHUNK=min(32, rows_pad),
         num_warps=8,
@@ -81,7 +84,7 @@ def plan(
 def merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool) -> None:
     rows = workspace.q_len * workspace.num_heads
     # One program sees all parts of a row at once where they are as even as the plan makes them.
-    block_p = triton.next_power_of_2(triton.cdiv(workspace.num_parts, num_rows))
+    block_p = next_power_of_2(cdiv(workspace.num_parts, num_rows))
     block_p = min(128, max(4, block_p))
     block_d = min(workspace.latent_dim, max(32, 4096 // block_p))
     grid = (num_rows, rows, workspace.latent_dim // block_d)
@@ -144,10 +147,10 @@ def attend_portable(
     kv = pool_views(kv_pool_layer, latent_dim, q.shape[-1] - latent_dim)
     is_fp8 = kv_pool_layer.dtype == torch.uint8
     rows = workspace.q_len * workspace.num_heads
-    block_m = min(64, max(64 if is_fp8 else 16, triton.next_power_of_2(rows)))
+    block_m = min(64, max(64 if is_fp8 else 16, next_power_of_2(rows)))
     out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
     pdl = use_pdl(q.device)
-    mla_decode_kernel[(triton.cdiv(rows, block_m), workspace.num_parts)](
+    mla_decode_kernel[(cdiv(rows, block_m), workspace.num_parts)](
         q,
         *(view for view, _ in kv),
         page_table,
@@ -190,11 +193,6 @@ def pool_views(
         (plane, plane.stride(0)) for plane in (planes.values, planes.scales, planes.rope)
     )
     return values, scales, rope
-
-
-def _descriptor(base: torch.Tensor, num_rows: int, width: int, columns: int) -> Any:
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(base, [num_rows, width], [width, 1], [TILE, columns], layout)
 
 
 @register_kernel(
@@ -248,10 +246,10 @@ def attend_hopper(
     pdl = not workspace.plan_is_fresh
     workspace.plan_is_fresh = False
     mla_decode_hopper_kernel[(workspace.num_blocks, workspace.num_parts)](
-        _descriptor(q, q_rows, width, latent_dim // 2),
-        _descriptor(q, q_rows, width, 64),
-        _descriptor(kv_pool_layer, kv_rows, width, latent_dim // 2),
-        _descriptor(kv_pool_layer, kv_rows, width, 64),
+        boxes(q, q_rows, width, TILE, latent_dim // 2),
+        boxes(q, q_rows, width, TILE, 64),
+        boxes(kv_pool_layer, kv_rows, width, TILE, latent_dim // 2),
+        boxes(kv_pool_layer, kv_rows, width, TILE, 64),
         page_table,
         row_slots,
         seq_lens,

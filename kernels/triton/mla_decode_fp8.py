@@ -14,6 +14,7 @@ Gluon has no interpreter: checked against the reference on a GPU, compiled for s
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
+from kernels.triton.quick_launch import quick_launch
 
 mbarrier = hopper.mbarrier
 tma = hopper.tma
@@ -323,6 +324,7 @@ def _compute(
             num_tiles, stop = _next_row(plan, b, remaining, NUM_PARTS)
 
 
+@quick_launch
 @gluon.jit
 def mla_decode_fp8_kernel(
     q_lo_desc,

@@ -18,6 +18,7 @@ Source: sizes and the column split follow FlashMLA (DeepSeek, 2025).
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
+from kernels.triton.quick_launch import quick_launch
 
 mbarrier = hopper.mbarrier
 tma = hopper.tma
@@ -408,6 +409,7 @@ def _accumulate(
             num_tiles, stop = _next_row(plan, b, remaining, NUM_PARTS)
 
 
+@quick_launch
 @gluon.jit
 def mla_decode_hopper_kernel(
     q_lo_desc,

@@ -10,9 +10,11 @@ Weights are asked for before the kernel in front has ended (programmatic depende
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.quick_launch import quick_launch
 from kernels.triton.row_kernels import store_latent
 
 
+@quick_launch
 @triton.jit
 def mla_absorb_kernel(
     q,
@@ -105,6 +107,7 @@ def mla_absorb_kernel(
             )
 
 
+@quick_launch
 @triton.jit
 def mla_merge_values_kernel(
     attended,
@@ -172,6 +175,7 @@ def mla_merge_values_kernel(
     tl.store(place, values.to(out.dtype.element_ty))
 
 
+@quick_launch
 @triton.jit
 def mla_expand_pages_kernel(
     page_table,

@@ -7,15 +7,14 @@ a CUDA graph.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from kernels._triton import HAS_GLUON_HOPPER, TensorDescriptor, gl
+from kernels._triton import HAS_GLUON_HOPPER
 from kernels.latent_planes import latent_planes
 from kernels.mla_workspace import TILE_ROWS, MlaWorkspace
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
+from kernels.triton.boxes import boxes
 from kernels.triton.mla import LOG2_E, TILE, merge, refuse_shapes
 
 
@@ -83,10 +82,10 @@ def attend_fp8(
     pdl = not workspace.plan_is_fresh  # see attend_hopper
     workspace.plan_is_fresh = False
     mla_decode_fp8_kernel[(workspace.num_parts,)](
-        _boxes(q, q.shape[0] * q.shape[1], width, num_columns, latent_dim // 2, 16),
-        _boxes(q, q.shape[0] * q.shape[1], width, num_columns, 64, 16),
-        _boxes(kv_pool_layer, last_page * page_rows + TILE, latent_dim, TILE, 128, 8),
-        _boxes(planes.rope, last_page * rope_page_rows + TILE, 64, TILE, 64, 16),
+        boxes(q, q.shape[0] * q.shape[1], width, num_columns, latent_dim // 2, 16),
+        boxes(q, q.shape[0] * q.shape[1], width, num_columns, 64, 16),
+        boxes(kv_pool_layer, last_page * page_rows + TILE, latent_dim, TILE, 128, 8),
+        boxes(planes.rope, last_page * rope_page_rows + TILE, 64, TILE, 64, 16),
         planes.scales,
         page_table,
         row_slots,
@@ -112,11 +111,3 @@ def attend_fp8(
         launch_pdl=pdl,
     )
     return out
-
-
-def _boxes(
-    base: torch.Tensor, num_rows: int, width: int, box_rows: int, box_columns: int, bits: int
-) -> Any:
-    """A matrix [num_rows, width] from where `base` begins, read in boxes."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)
-    return TensorDescriptor(base, [num_rows, width], [width, 1], [box_rows, box_columns], layout)

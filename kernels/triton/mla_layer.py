@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import triton
 from kernels.latent_planes import LatentPlanes
 from kernels.mla_workspace import TILE_ROWS, MlaWorkspace
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
+from kernels.sizes import cdiv, next_power_of_2
+from kernels.step_work import StepWork, keep
 from kernels.triton.linear import RowWeight, linear_add, linear_of_parts, refuse_rows
 from kernels.triton.mla import attend_hopper, pool_views, refuse_hopper, use_pdl
 from kernels.triton.mla_decode_parts import (
@@ -69,7 +70,7 @@ def mla_absorb(
     cols = max(16, latent_dim // 4)
     chunks = latent_dim // cols
     pdl = use_pdl(q.device)
-    mla_absorb_kernel[(num_heads + triton.cdiv(num_tokens, chunks), chunks)](
+    mla_absorb_kernel[(num_heads + cdiv(num_tokens, chunks), chunks)](
         q,
         kv,
         norm_weight,
@@ -123,7 +124,7 @@ def merge_values(
     pdl = use_pdl(attended.device)
     # All parts of a row at once where registers have room: another round waits for memory again.
     most = 128 if groups > 1 else 32
-    block_p = triton.next_power_of_2(triton.cdiv(workspace.num_parts, num_rows) + 1)
+    block_p = next_power_of_2(cdiv(workspace.num_parts, num_rows) + 1)
     mla_merge_values_kernel[(num_tokens, num_heads, groups)](
         attended,
         workspace.partial_out,
@@ -208,17 +209,23 @@ def mla_expand_pages(
     row_slots: torch.Tensor,
     pages_of_rows: list[int],
     dtype: torch.dtype,
+    work: StepWork | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One launch a row: a program decodes a page."""
-    num_rows, most = len(pages_of_rows), max(pages_of_rows)
     page_size, latent_dim = planes.values.shape[1:]
     width = latent_dim + planes.rope.shape[2]
-    out = torch.empty(sum(pages_of_rows), page_size, width, dtype=dtype, device=page_table.device)
-    counting = torch.arange(most, dtype=torch.int32, device=page_table.device)
-    table = counting.repeat(num_rows, 1)
+    device = page_table.device
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty(sum(pages_of_rows), page_size, width, dtype=dtype, device=device)
+        ends = torch.tensor(pages_of_rows, dtype=torch.int32).cumsum(0)
+        starts = (ends - torch.tensor(pages_of_rows)).to(torch.int32)
+        table = starts[:, None] + torch.arange(max(pages_of_rows), dtype=torch.int32)
+        return out, table.to(device, non_blocking=True)
+
+    out, table = keep(work, ("expanded pages", dtype, width), make)
     at = 0
-    for row, (slot, num) in enumerate(zip(row_slots.tolist(), pages_of_rows, strict=True)):
-        table[row] += at
+    for slot, num in zip(row_slots.tolist(), pages_of_rows, strict=True):
         if num:
             mla_expand_pages_kernel[(num,)](
                 page_table[slot],

@@ -19,8 +19,10 @@ attention (FlashDecoding).
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.quick_launch import quick_launch
 
 
+@quick_launch
 @triton.jit
 def mla_plan_kernel(
     seq_lens,
@@ -82,6 +84,7 @@ def mla_plan_kernel(
     tl.store(plan + parts * 8 + 5, tl.load(page_table + at, mask=busy, other=0), mask=keep)
 
 
+@quick_launch
 @triton.jit
 def mla_merge_kernel(
     partial_out,

@@ -10,22 +10,25 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from kernels._triton import HAS_GLUON_HOPPER, TensorDescriptor, gl, triton
+from kernels._triton import HAS_GLUON_HOPPER
+from kernels.latent_planes import latent_planes, row_bytes
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
+from kernels.sizes import next_power_of_2
+from kernels.step_work import StepWork, keep
+from kernels.triton.boxes import boxes_of
 from kernels.triton.mla_prefill_kernels import (
     gather_latents_kernel,
+    gather_planes_kernel,
     mla_prefill_kernel,
     mla_prefill_merge_kernel,
 )
 from kernels.triton.mla_prefill_plan import PrefillPlan, make_plan
+from kernels.triton.mla_prefill_scratch import PrefillScratch, PrefillSizes
 
-# Expanded keys and values of one group of heads stay below this.
-EXPANDED_BYTES = 2 << 30
 BLOCK_M = 128
 HOPPER_TILE = 128
 _LOG2_E = math.log2(math.e)
@@ -35,17 +38,16 @@ Attend = Callable[..., None]
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
+    if device.type == "cpu":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _gather(
-    kv_pool_layer: torch.Tensor, page_table: torch.Tensor, plan: PrefillPlan
-) -> torch.Tensor:
-    """The latents of all rows [num_kv, latent_dim + rope_dim], zeros between rows."""
+def gather(
+    kv_pool_layer: torch.Tensor, page_table: torch.Tensor, plan: PrefillPlan, out: torch.Tensor
+) -> None:
+    """Write the latents of all rows [num_kv, latent_dim + rope_dim], zeros between rows."""
     page_size, width = kv_pool_layer.shape[1:]
-    out = kv_pool_layer.new_empty(plan.num_kv, width)
     rows = min(16, page_size)
     gather_latents_kernel[(plan.pages.shape[0], page_size // rows)](
         kv_pool_layer,
@@ -55,12 +57,67 @@ def _gather(
         page_table.stride(0),
         kv_pool_layer.stride(0),
         WIDTH=width,
-        WIDTH_PAD=triton.next_power_of_2(width),
+        WIDTH_PAD=next_power_of_2(width),
         PAGE=page_size,
         ROWS=rows,
         num_warps=4,
     )
-    return out
+
+
+def gather_planes(
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: PrefillPlan,
+    out: torch.Tensor,
+    latent_dim: int,
+) -> None:
+    """The same out of fp8 planes."""
+    rope_dim = out.shape[1] - latent_dim
+    planes = latent_planes(kv_pool_layer, latent_dim, rope_dim)
+    rows = min(16, planes.page_size)
+    gather_planes_kernel[(plan.pages.shape[0], planes.page_size // rows)](
+        planes.values,
+        planes.scales,
+        planes.rope,
+        page_table,
+        plan.pages,
+        out,
+        page_table.stride(0),
+        planes.values.stride(0),
+        planes.scales.stride(0),
+        planes.rope.stride(0),
+        PAGE=planes.page_size,
+        ROWS=rows,
+        C=latent_dim,
+        R=rope_dim,
+        num_warps=4,
+    )
+
+
+def _scratch(
+    q: torch.Tensor,
+    sizes: PrefillSizes,
+    page_size: int,
+    row_slots: torch.Tensor,
+    row_indptr: torch.Tensor,
+    seq_lens: torch.Tensor,
+    work: StepWork | None,
+) -> PrefillScratch:
+    def make() -> PrefillScratch:
+        plan = make_plan(
+            tuple(row_slots.tolist()),
+            tuple(row_indptr.tolist()),
+            tuple(seq_lens.tolist()),
+            num_heads=sizes.num_heads,
+            page_size=page_size,
+            block_m=sizes.block_m,
+            tile=sizes.tile,
+            num_processors=num_processors(q.device),
+            device=q.device,
+        )
+        return PrefillScratch(plan, sizes, q)
+
+    return keep(work, (PrefillScratch, sizes, page_size), make)
 
 
 def _run(
@@ -73,46 +130,49 @@ def _run(
     row_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
     attend: Attend,
+    work: StepWork | None,
     *,
     block_m: int,
     tile: int,
 ) -> torch.Tensor:
     num_heads, nope_dim, latent_dim = w_uk.shape
-    v_dim = w_uv.shape[1]
-    plan = make_plan(
-        tuple(row_slots.tolist()),
-        tuple(row_indptr.tolist()),
-        tuple(seq_lens.tolist()),
+    sizes = PrefillSizes(
         num_heads=num_heads,
-        page_size=kv_pool_layer.shape[1],
+        nope_dim=nope_dim,
+        v_dim=w_uv.shape[1],
+        latent_dim=latent_dim,
+        rope_dim=q.shape[2] - nope_dim,
         block_m=block_m,
         tile=tile,
-        num_processors=num_processors(q.device),
-        device=q.device,
     )
-    latents = _gather(kv_pool_layer, page_table, plan)
-    out = q.new_empty(q.shape[0], num_heads, v_dim)
-    slots = max(1, plan.num_partials)
-    partial_out = q.new_empty(slots, num_heads, block_m, v_dim, dtype=torch.float32)
-    partial_lse = q.new_empty(slots, num_heads, block_m, dtype=torch.float32)
-    per_head = plan.num_kv * (nope_dim + v_dim) * q.element_size()
-    group = min(num_heads, max(1, EXPANDED_BYTES // per_head))
-    for first in range(0, num_heads, group):
-        count = min(group, num_heads - first)
+    has_planes = kv_pool_layer.dtype == torch.uint8
+    page_size = kv_pool_layer.shape[1]
+    if has_planes:
+        page_size //= row_bytes(latent_dim, sizes.rope_dim)
+    scratch = _scratch(q, sizes, page_size, row_slots, row_indptr, seq_lens, work)
+    plan, latents = scratch.plan, scratch.latents
+    if has_planes:
+        gather_planes(kv_pool_layer, page_table, plan, latents, latent_dim)
+    else:
+        gather(kv_pool_layer, page_table, plan, latents)
+    out = torch.empty(q.shape[0], num_heads, sizes.v_dim, dtype=q.dtype, device=q.device)
+    for first in range(0, num_heads, scratch.group):
+        count = min(scratch.group, num_heads - first)
         heads = slice(first, first + count)
-        keys = latents[:, :latent_dim] @ w_uk[heads].flatten(0, 1).T
-        values = latents[:, :latent_dim] @ w_uv[heads].flatten(0, 1).T
-        attend(q, keys, latents, values, plan, out, partial_out, partial_lse, first, count)
+        keys, values = scratch.expanded(count)
+        torch.mm(latents[:, :latent_dim], w_uk[heads].flatten(0, 1).T, out=keys)
+        torch.mm(latents[:, :latent_dim], w_uv[heads].flatten(0, 1).T, out=values)
+        attend(q, scratch, out, first, count)
         if plan.num_merges:
             rows = min(16, block_m)
             mla_prefill_merge_kernel[(plan.num_merges * (block_m // rows), count)](
-                partial_out,
-                partial_lse,
+                scratch.partial_out,
+                scratch.partial_lse,
                 plan.merges,
                 out,
                 first,
                 H=num_heads,
-                V=v_dim,
+                V=sizes.v_dim,
                 BLOCK_M=block_m,
                 ROWS=rows,
                 num_warps=4,
@@ -174,6 +234,7 @@ def prefill_portable(
     row_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
+    work: StepWork | None = None,
     *,
     block_m: int = BLOCK_M,
     tile: int = 64,
@@ -183,26 +244,19 @@ def prefill_portable(
     q = q if q.stride(2) == 1 and q.stride(1) == q.shape[2] else q.contiguous()
 
     def attend(
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        latents: torch.Tensor,
-        values: torch.Tensor,
-        plan: PrefillPlan,
-        out: torch.Tensor,
-        partial_out: torch.Tensor,
-        partial_lse: torch.Tensor,
-        first: int,
-        count: int,
+        q: torch.Tensor, scratch: PrefillScratch, out: torch.Tensor, first: int, count: int
     ) -> None:
+        plan = scratch.plan
+        keys, values = scratch.expanded(count)
         mla_prefill_kernel[(plan.num_items * count,)](
             q,
             keys,
-            latents,
+            scratch.latents,
             values,
             plan.items,
             out,
-            partial_out,
-            partial_lse,
+            scratch.partial_out,
+            scratch.partial_lse,
             plan.num_items,
             first,
             q.stride(0),
@@ -229,22 +283,21 @@ def prefill_portable(
         row_indptr,
         seq_lens,
         attend,
+        work,
         block_m=block_m,
         tile=tile,
     )
 
 
-@functools.cache
-def _shared_layout() -> Any:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-
-
-def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> Any:
-    """A TMA descriptor of a bf16 matrix for boxes of [rows, columns]."""
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    return TensorDescriptor(tensor, shape, strides, [rows, columns], _shared_layout())
-
-
+@register_kernel(
+    "mla_prefill_planes",
+    "gluon_hopper",
+    priority=Priority.TRIAL,
+    device="cuda",
+    min_sm=(9, 0),
+    formats={"q": {"bf16"}, "kv": {"fp8_planes"}},
+    refuses=_refuse_hopper,
+)
 @register_kernel(
     "mla_prefill",
     "gluon_hopper",
@@ -264,6 +317,7 @@ def prefill_hopper(
     row_indptr: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
+    work: StepWork | None = None,
 ) -> torch.Tensor:
     """Gather, expand, the warp-specialised TMA + wgmma kernel, merge."""
     from kernels.triton.mla_prefill_hopper import mla_prefill_hopper_kernel
@@ -273,27 +327,17 @@ def prefill_hopper(
     flat = q.as_strided((q.shape[0], num_heads * q.shape[2]), (q.stride(0), 1))
 
     def attend(
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        latents: torch.Tensor,
-        values: torch.Tensor,
-        plan: PrefillPlan,
-        out: torch.Tensor,
-        partial_out: torch.Tensor,
-        partial_lse: torch.Tensor,
-        first: int,
-        count: int,
+        q: torch.Tensor, scratch: PrefillScratch, out: torch.Tensor, first: int, count: int
     ) -> None:
+        plan = scratch.plan
         mla_prefill_hopper_kernel[(plan.num_items * count,)](
-            descriptor(flat, BLOCK_M // 2, nope_dim),
-            descriptor(flat, BLOCK_M // 2, rope_dim),
-            descriptor(keys, HOPPER_TILE, nope_dim),
-            descriptor(latents, HOPPER_TILE, rope_dim),
-            descriptor(values, HOPPER_TILE, v_dim),
+            boxes_of(flat, BLOCK_M // 2, nope_dim),
+            boxes_of(flat, BLOCK_M // 2, rope_dim),
+            *scratch.boxes(count),
             plan.items,
             out,
-            partial_out,
-            partial_lse,
+            scratch.partial_out,
+            scratch.partial_lse,
             plan.num_items,
             first,
             softmax_scale * _LOG2_E,
@@ -317,6 +361,7 @@ def prefill_hopper(
         row_indptr,
         seq_lens,
         attend,
+        work,
         block_m=BLOCK_M,
         tile=HOPPER_TILE,
     )

@@ -43,6 +43,47 @@ def gather_latents_kernel(
 
 
 @quick_launch
+@triton.jit
+def gather_planes_kernel(
+    values,
+    scales,
+    rope,
+    page_table,
+    pages,
+    out,
+    page_table_stride,
+    page_stride,
+    scale_page_stride,
+    rope_page_stride,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+):
+    """As gather_latents_kernel, out of fp8 planes: value * factor, exact in bf16."""
+    record = pages + tl.program_id(0) * 4
+    slot = tl.load(record).to(tl.int64)
+    index = tl.load(record + 1)
+    tokens = tl.load(record + 2)
+    page = tl.load(page_table + slot * page_table_stride + index).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_token = (row < tokens)[:, None]
+    c = tl.arange(0, C)
+    e = tl.arange(0, R)
+    g = tl.arange(0, C // 128)
+    kind: tl.constexpr = out.dtype.element_ty
+    coded = tl.load(values + page * page_stride + row[:, None] * C + c[None, :])
+    factor = tl.load(scales + page * scale_page_stride + row[:, None] * (C // 128) + g[None, :])
+    groups = tl.reshape(coded.to(kind), (ROWS, C // 128, 128))
+    latents = tl.reshape(groups * factor.to(kind)[:, :, None], (ROWS, C))
+    keys = tl.load(rope + page * rope_page_stride + row[:, None] * R + e[None, :])
+    place = out + (tl.program_id(0).to(tl.int64) * PAGE + row)[:, None] * (C + R)
+    # What a page holds behind its tokens may be anything.
+    tl.store(place + c[None, :], tl.where(is_token, latents, 0.0))
+    tl.store(place + C + e[None, :], tl.where(is_token, keys.to(kind), 0.0))
+
+
+@quick_launch
 @triton.jit(do_not_specialize=["num_items", "first_head"])
 def mla_prefill_kernel(
     q,

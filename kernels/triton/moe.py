@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kernels._triton import triton
 from kernels.registry import Priority, register_kernel
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.mla import use_pdl
 from kernels.triton.moe_route import (
     moe_align_kernel,
@@ -106,7 +106,7 @@ def _make_items(ids: torch.Tensor, num_experts: int, tokens: int, pdl: bool) -> 
         num_pairs,
         most,
         E=num_experts,
-        E_PAD=triton.next_power_of_2(num_experts),
+        E_PAD=next_power_of_2(num_experts),
         TOKENS=tokens,
         BLOCK=block,
         USE_PDL=pdl,
@@ -154,7 +154,7 @@ def _gemm_rows(
         TOKENS=max(8, loads),
         LOADS=loads,
         WAYS=4,
-        KC=min(8, triton.next_power_of_2(triton.cdiv(blocks, 4))),
+        KC=min(8, next_power_of_2(cdiv(blocks, 4))),
         PARTS=0,
         NORMS=False,
         ADDS=False,
@@ -274,7 +274,7 @@ def run_moe_w4(
     _gemm(x, gate_up, items, weights, h, tile=tiles.first, first=True, **common)
     _gemm(h, down, items, weights, parts, tile=tiles.second, first=False, **common)
     block = 512 if num_tokens <= 16 else 1024
-    moe_combine_kernel[(num_tokens, triton.cdiv(hidden, block))](
+    moe_combine_kernel[(num_tokens, cdiv(hidden, block))](
         parts,
         shared if shared is not None else x,
         out,

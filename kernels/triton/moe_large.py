@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from kernels._triton import HAS_GLUON_HOPPER, triton
+from kernels._triton import HAS_GLUON_HOPPER
 from kernels.moe_routing import MoeRouting
 from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
-from kernels.triton.mla_prefill import descriptor, num_processors
+from kernels.sizes import cdiv, next_power_of_2
+from kernels.triton.boxes import boxes_of
+from kernels.triton.mla_prefill import num_processors
 from kernels.triton.moe_gather import moe_gather_kernel
 from kernels.triton.moe_route import moe_align_kernel, moe_combine_kernel, moe_topk_kernel
-from kernels.triton.rows import rms_norm
+from kernels.triton.rows import rms_norm_twice
 from kernels.w4_layout import SCALE_CODES, TiledW4
 
 ITEM_TOKENS = 256
@@ -69,8 +71,8 @@ def norm_route_large(
     shape = (num_tokens, routing.top_k + num_shared)
     ids = torch.empty(shape, dtype=torch.int32, device=x.device)
     weights = torch.empty(shape, dtype=torch.float32, device=x.device)
-    normed = rms_norm(x, norm_weight, eps)
-    logits = torch.nn.functional.linear(normed.float(), router)
+    normed, wide = rms_norm_twice(x, norm_weight, eps)
+    logits = torch.nn.functional.linear(wide, router)
     moe_topk_kernel[(num_tokens,)](
         logits,
         bias if bias is not None else weights,
@@ -78,7 +80,7 @@ def norm_route_large(
         weights,
         routing.scale,
         E=routing.num_experts,
-        E_PAD=triton.next_power_of_2(routing.num_experts),
+        E_PAD=next_power_of_2(routing.num_experts),
         TOP_K=routing.top_k,
         NUM_SHARED=num_shared,
         GROUPS=routing.num_groups,
@@ -99,7 +101,7 @@ def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tens
     most = min(num_pairs, num_experts) + num_pairs // ITEM_TOKENS
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     # Rows begin at multiples of 16 bytes, else kernels are compiled once more for some numbers.
-    width = triton.cdiv(most, 4) * 4
+    width = cdiv(most, 4) * 4
     items = torch.empty(3, width, dtype=torch.int32, device=ids.device)[:, :most]
     moe_align_kernel[(num_experts,)](
         ids,
@@ -110,7 +112,7 @@ def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tens
         num_pairs,
         most,
         E=num_experts,
-        E_PAD=triton.next_power_of_2(num_experts),
+        E_PAD=next_power_of_2(num_experts),
         TOKENS=ITEM_TOKENS,
         BLOCK=4096,
         USE_PDL=False,
@@ -135,7 +137,7 @@ def _gemm(
     scale = SCALE_CODES[weight.format]
     constants: dict[str, Any] = {"N": weight.num_rows, "K": weight.num_cols, "FIRST": first}
     moe_w4_hopper_kernel[(min(num_processors(x.device), num_works),)](
-        descriptor(x, _TOKEN_BLOCK, 64),
+        boxes_of(x, _TOKEN_BLOCK, 64),
         weight.codes.view(torch.uint32),
         weight.scales.view(torch.uint32),
         weight.factors,
@@ -176,17 +178,18 @@ def moe_w4_large(
     num_tokens, hidden = x.shape
     top_k = ids.shape[1]
     pairs, items = _sort(ids, gate_up.num_experts)
-    rows = x.new_empty(pairs.shape[0], hidden)
-    block = min(2048, triton.next_power_of_2(hidden))
-    moe_gather_kernel[(pairs.shape[0], triton.cdiv(hidden, block))](
+    like: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
+    rows = torch.empty(pairs.shape[0], hidden, **like)
+    block = min(2048, next_power_of_2(hidden))
+    moe_gather_kernel[(pairs.shape[0], cdiv(hidden, block))](
         x, pairs, rows, K=hidden, TOP_K=top_k, BLOCK=block, num_warps=4
     )
-    h = x.new_empty(pairs.shape[0], down.num_cols)
-    parts = x.new_empty(pairs.shape[0], hidden)
+    h = torch.empty(pairs.shape[0], down.num_cols, **like)
+    parts = torch.empty(pairs.shape[0], hidden, **like)
     out = torch.empty_like(x)
     _gemm(rows, gate_up, pairs, items, weights, h, first=True)
     _gemm(h, down, pairs, items, weights, parts, first=False)
-    moe_combine_kernel[(num_tokens, triton.cdiv(hidden, 1024))](
+    moe_combine_kernel[(num_tokens, cdiv(hidden, 1024))](
         parts,
         shared if shared is not None else x,
         out,

@@ -130,6 +130,7 @@ def moe_topk_kernel(
         gdc_launch_dependents()
 
 
+@quick_launch
 @triton.jit
 def moe_norm_route_kernel(
     x,

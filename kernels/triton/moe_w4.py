@@ -14,6 +14,7 @@ Source: the register order is Marlin's idea (Frantar et al., arXiv 2408.11743).
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.quick_launch import quick_launch
 
 # Eight e2m1 codes of one word: sign and magnitude bits moved to where bf16 has them (value
 # times 2^-126), then times the scale, which carries 2^118. The products are exact: HMUL2 keeps
@@ -153,6 +154,7 @@ def _expand(
     return tl.reshape(w, (ROWS, COLS))
 
 
+@quick_launch
 @triton.jit
 def moe_w4_kernel(
     x,

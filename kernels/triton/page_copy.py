@@ -12,6 +12,7 @@ import torch
 
 from kernels._triton import tl, triton
 from kernels.registry import Priority, register_kernel
+from kernels.sizes import cdiv
 
 PROGRAMS = 32
 BLOCK = 4096  # 8-byte words
@@ -54,7 +55,7 @@ def move_pages(
 ) -> None:
     """One launch on the current stream."""
     words = pool.shape[1] // 8
-    num_blocks = pages.shape[0] * triton.cdiv(words, BLOCK)
+    num_blocks = pages.shape[0] * cdiv(words, BLOCK)
     move_pages_kernel[(min(PROGRAMS, num_blocks),)](
         pool.view(torch.int64),
         blob.view(torch.int64),

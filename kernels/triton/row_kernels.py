@@ -21,14 +21,17 @@ def rms_norm_kernel(
     weight,
     out,
     total,
+    wide,
     x_stride,
     eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
+    WIDENS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program per row: out = norm(x [+ residual]) * weight; total keeps the sum."""
+    """Program per row: out = norm(x [+ residual]) * weight; total keeps the sum, wide the rounded
+    result in fp32."""
     row = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     real = h < H
@@ -43,8 +46,10 @@ def rms_norm_kernel(
         tl.store(total + row * H + h, kept, mask=real)
         value = kept.to(tl.float32)
     mean = tl.sum(value * value, axis=0) / H
-    normed = value * (1.0 / tl.sqrt(mean + eps)) * w
-    tl.store(out + row * H + h, normed.to(out.dtype.element_ty), mask=real)
+    normed = (value * (1.0 / tl.sqrt(mean + eps)) * w).to(out.dtype.element_ty)
+    tl.store(out + row * H + h, normed, mask=real)
+    if WIDENS:
+        tl.store(wide + row * H + h, normed.to(tl.float32), mask=real)
 
 
 @quick_launch

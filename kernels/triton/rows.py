@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from kernels._triton import triton
 from kernels.registry import Priority, register_kernel
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.mla import pool_views, use_pdl
 from kernels.triton.row_kernels import mla_kv_write_kernel, rms_norm_kernel, silu_and_mul_kernel
 
@@ -31,6 +31,7 @@ def _norm(
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
+    wide: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, width = x.shape
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
@@ -43,11 +44,13 @@ def _norm(
             weight,
             out,
             total,
+            out if wide is None else wide,
             x.stride(0),
             eps,
             H=width,
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK=next_power_of_2(width),
             ADDS=residual is not None,
+            WIDENS=wide is not None,
             USE_PDL=pdl,
             num_warps=_warps(width),
             **_pdl(pdl),
@@ -65,6 +68,14 @@ def _norm(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """One program a row."""
     return _norm(x, None, weight, eps)[0]
+
+
+def rms_norm_twice(
+    x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """rms_norm, and the same rounded numbers in fp32."""
+    wide = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return _norm(x, None, weight, eps, wide)[0], wide
 
 
 @register_kernel(
@@ -90,9 +101,9 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     width = doubled // 2
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     pdl = use_pdl(x.device)
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(1024, next_power_of_2(width))
     if num_rows:
-        silu_and_mul_kernel[(num_rows, triton.cdiv(width, block))](
+        silu_and_mul_kernel[(num_rows, cdiv(width, block))](
             x, out, F=width, BLOCK=block, USE_PDL=pdl, num_warps=4, **_pdl(pdl)
         )
     return out
@@ -141,11 +152,11 @@ def mla_kv_write(
         scale_stride,
         eps,
         H=num_heads,
-        H_PAD=triton.next_power_of_2(num_heads),
+        H_PAD=next_power_of_2(num_heads),
         C=latent_dim,
-        C_PAD=triton.next_power_of_2(latent_dim),
+        C_PAD=next_power_of_2(latent_dim),
         R=rope_dim,
-        R_PAD=triton.next_power_of_2(rope_dim),
+        R_PAD=next_power_of_2(rope_dim),
         PAGE=ropes.shape[1],
         FP8=kv_pool_layer.dtype == torch.uint8,
         USE_PDL=pdl,

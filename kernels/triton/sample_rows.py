@@ -9,8 +9,10 @@ end folds what the others found (in the order of the pieces, so results do not d
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.quick_launch import quick_launch
 
 
+@quick_launch
 @triton.jit
 def greedy_rows_kernel(
     logits,
@@ -73,6 +75,7 @@ def greedy_rows_kernel(
         tl.store(next_ids + slot, tl.where(is_sound, token, 0))
 
 
+@quick_launch
 @triton.jit
 def feed_ids_kernel(ids, slots, next_ids, out, num, vocab, BLOCK: tl.constexpr):
     """Program (block of tokens): -1 becomes next_ids[slot]; no id leaves the vocabulary."""
@@ -85,6 +88,7 @@ def feed_ids_kernel(ids, slots, next_ids, out, num, vocab, BLOCK: tl.constexpr):
     tl.store(out + t, tl.minimum(tl.maximum(index, 0), vocab - 1), mask=real)
 
 
+@quick_launch
 @triton.jit
 def embed_rows_kernel(ids, table, out, H: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """Program (token, block of columns): out = table[id]."""

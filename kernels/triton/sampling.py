@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels._triton import triton
 from kernels.registry import Priority, register_kernel
+from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.expert_choice import arrivals
 from kernels.triton.mla import use_pdl
 from kernels.triton.sample_rows import embed_rows_kernel, feed_ids_kernel, greedy_rows_kernel
@@ -36,7 +36,7 @@ def greedy_rows(
     num, vocab = rows.shape[0], logits.shape[1]
     peaks = torch.empty(num, PIECES, dtype=torch.float32, device=logits.device)
     places = torch.empty(num, PIECES, dtype=torch.int32, device=logits.device)
-    block = min(1024, triton.next_power_of_2(triton.cdiv(vocab, PIECES)))
+    block = min(1024, next_power_of_2(cdiv(vocab, PIECES)))
     pdl = use_pdl(logits.device)
     greedy_rows_kernel[(num, PIECES)](
         logits,
@@ -53,7 +53,7 @@ def greedy_rows(
         masks.stride(0),
         PIECES=PIECES,
         BLOCK=block,
-        STEPS=triton.cdiv(vocab, PIECES * block),
+        STEPS=cdiv(vocab, PIECES * block),
         USE_PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
@@ -68,7 +68,7 @@ def feed_ids(
     out = torch.empty_like(ids)
     num = ids.shape[0]
     if num:
-        feed_ids_kernel[(triton.cdiv(num, 256),)](
+        feed_ids_kernel[(cdiv(num, 256),)](
             ids, slots, next_ids, out, num, vocab_size, BLOCK=256, num_warps=4
         )
     return out
@@ -79,9 +79,9 @@ def embed_rows(table: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> to
     """One launch."""
     num, width = ids.shape[0], table.shape[1]
     out = torch.empty(num, width, dtype=dtype, device=table.device)
-    block = min(2048, triton.next_power_of_2(width))
+    block = min(2048, next_power_of_2(width))
     if num:
-        embed_rows_kernel[(num, triton.cdiv(width, block))](
+        embed_rows_kernel[(num, cdiv(width, block))](
             ids, table, out, H=width, BLOCK=block, USE_PDL=use_pdl(table.device), num_warps=4
         )
     return out

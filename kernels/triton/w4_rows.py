@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
 from kernels.triton.moe_w4 import decode_words, word_pair
+from kernels.triton.quick_launch import quick_launch
 
 
 @triton.jit
@@ -60,6 +61,7 @@ def expand_ways(
     return tl.reshape(w, (WAYS, 16, KC * 64))
 
 
+@quick_launch
 @triton.jit
 def w4_rows_kernel(
     x,

@@ -8,8 +8,12 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.portable import mla_prefill_planes
 from kernels.reference.mla_prefill import mla_prefill as reference
-from kernels.triton import mla_prefill, mla_prefill_plan
+from kernels.reference.mla_prefill import mla_prefill_planes as reference_of_planes
+from kernels.step_work import StepWork
+from kernels.triton import mla_prefill, mla_prefill_plan, mla_prefill_scratch
+from tests.kernels.triton_decode_interpreted import planes_case
 from tests.kernels.triton_interpreted import relative_error
 
 NOPE, ROPE, V_DIM, LATENT = 16, 16, 32, 32
@@ -25,7 +29,7 @@ def check(
 ) -> None:
     """`rows` are (cached, new). Tokens of nobody hold NaN: reading one would show."""
     torch.manual_seed(len(rows))
-    mla_prefill.EXPANDED_BYTES = expanded_bytes
+    mla_prefill_scratch.EXPANDED_BYTES = expanded_bytes
     mla_prefill_plan.MIN_TILES = min_tiles
     lens = [past + new for past, new in rows]
     most = max(-(-length // page) for length in lens)
@@ -58,11 +62,40 @@ def check(
     assert error < 1e-5, error
 
 
+def check_planes(rows: list[tuple[int, int]], group: int) -> None:
+    """Out of fp8 planes whose bytes behind a row's end are NaN, layer after layer: one StepWork."""
+    torch.manual_seed(9)
+    mla_prefill_scratch.EXPANDED_BYTES = group
+    lens = [past + new for past, new in rows]
+    pool, table, slots, seq_lens = planes_case(lens)
+    indptr = torch.tensor([0, *(new for _, new in rows)]).cumsum(0).to(torch.int32)
+    work = StepWork()
+    for layer in (1, 1):
+        args = (
+            torch.randn(int(indptr[-1]), 2, NOPE + ROPE),
+            torch.randn(2, NOPE, 128) * 0.3,
+            torch.randn(2, V_DIM, 128) * 0.3,
+            pool[:, layer],
+            table,
+            slots,
+            indptr,
+            seq_lens,
+            0.2,
+        )
+        found = mla_prefill.prefill_portable(*args, work, block_m=32, tile=64)
+        wanted = reference_of_planes(*args)
+        assert relative_error(found, wanted) < 1e-5
+        expanded = mla_prefill_planes.prefill_of_expanded_pages(*args, StepWork())
+        assert relative_error(expanded, wanted) < 1e-5
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "cold": lambda: check([(0, 70)]),
     "rows_of_all_lengths": lambda: check([(0, 1), (5, 2), (63, 33), (128, 64), (10, 90)]),
     "split_prefix_merged": lambda: check([(300, 40)], min_tiles=2),
     "parts_that_some_queries_do_not_see": lambda: check([(3, 61), (40, 20)], min_tiles=1),
+    "fp8_planes": lambda: check_planes([(100, 40), (0, 64), (7, 1)], 1 << 30),
+    "fp8_planes_in_groups": lambda: check_planes([(70, 9)], 128 * 48 * 4 + 1),
     "heads_in_groups": lambda: check([(50, 20)], heads=3, expanded_bytes=96 * 48 * 4 + 1),
 }
 

@@ -101,3 +101,10 @@ def test_kernels_of_sampling_and_of_fixed_order_compile_for_hopper() -> None:
     found = {line["kernel"]: line for line in map(json.loads, lines)}
     assert {name: line["mma_sync"] for name, line in found.items()} == on_tensor_cores
     assert all(line["shared_bytes"] <= SHARED_BYTES_OF_HOPPER for line in found.values())
+
+
+@pytest.mark.slow
+def test_gathering_fp8_latents_compiles_for_hopper_without_spilling() -> None:
+    line = json.loads(_run("tests.kernels.triton_compiled", ["gather_planes"]))
+    assert line["stack_bytes"] == 0 and line["registers"] <= 128
+    assert line["shared_bytes"] <= SHARED_BYTES_OF_HOPPER

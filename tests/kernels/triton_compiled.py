@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child of test_triton_kernels.py: compiles kernels for sm_90 without a GPU.
 
-Prints one JSON line per kernel: shared memory in bytes, and whether wgmma, mma.sync and TMA are in
-the PTX.
+Prints one JSON line per kernel: shared memory in bytes, whether wgmma, mma.sync and TMA are in the
+PTX, and what the assembler gave a thread.
 """
 
 from __future__ import annotations
 
 import json
+import pathlib
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
-from kernels._triton import gl
+from kernels._triton import gl, triton
 
 TENSORS = {
     "seq_lens": "*i32",
@@ -142,6 +146,15 @@ def moe_gate_up() -> Any:
     return compile_one(moe_w4_kernel, constants, warps=2)
 
 
+def gather_planes() -> Any:
+    """Latents of V2-Lite out of fp8 planes."""
+    from kernels.triton.mla_prefill_kernels import gather_planes_kernel
+
+    types = {"values": "*fp8e4nv", "scales": "*fp32", "rope": "*bf16", "pages": "*i32"}
+    constants = dict(PAGE=64, ROWS=16, C=512, R=64)
+    return compile_one(gather_planes_kernel, constants, warps=4, types=types)
+
+
 def mla_prefill_hopper() -> Any:
     """Sixteen heads of 192 / 128."""
     from kernels.triton.mla_prefill_hopper import mla_prefill_hopper_kernel
@@ -258,10 +271,25 @@ KERNELS = {
     "mla_fp8": mla_fp8,
     "mla_hopper": mla_hopper,
     "mla_portable": mla_portable,
+    "gather_planes": gather_planes,
     "mla_prefill_hopper": mla_prefill_hopper,
     "moe_gate_up": moe_gate_up,
     "moe_w4_hopper": moe_w4_hopper,
 }
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread, and bytes of its stack: what did not fit into them is spilled there."""
+    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    used = dict(re.findall(r"\b(REG|STACK):(\d+)", text))
+    return {"registers": int(used["REG"]), "stack_bytes": int(used["STACK"])}
+
 
 if __name__ == "__main__":
     for chosen in sys.argv[1:]:
@@ -274,5 +302,6 @@ if __name__ == "__main__":
             "mma_sync": "mma.sync.aligned" in ptx,
             "tma": "cp.async.bulk.tensor" in ptx,
             "bf16x2_scale": "mul.bf16x2" in ptx,
+            **resources(compiled.asm["cubin"]),
         }
         print(json.dumps(line), flush=True)

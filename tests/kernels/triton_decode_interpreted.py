@@ -140,7 +140,7 @@ def check_absorb(num_tokens: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def _planes_case(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def planes_case(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A pool of fp8 planes (two layers) that holds rows of these lengths; NaN where no token is."""
     latent, rope, page = 128, 16, 64
     most = max(-(-n // page) for n in lens)
@@ -168,7 +168,7 @@ def check_fp8_decode(lens: list[int]) -> None:
     from kernels.triton import mla
 
     torch.manual_seed(5)
-    pool, pages, slots, seq_lens = _planes_case(lens)
+    pool, pages, slots, seq_lens = planes_case(lens)
     q = torch.randn(len(lens), 3, 144)
     workspace = make_mla_workspace(
         max_rows=len(lens), num_heads=3, q_len=1, latent_dim=128, device="cpu", num_processors=3
@@ -182,7 +182,7 @@ def check_fp8_pages() -> None:
     from kernels.triton import mla_layer, rows
 
     torch.manual_seed(6)
-    pool, pages, slots, _ = _planes_case([200, 64])
+    pool, pages, slots, _ = planes_case([200, 64])
     args = (latent_planes(pool[:, 1], 128, 16), pages, slots, [3, 1], torch.float32)
     found, found_table = mla_layer.mla_expand_pages(*args)
     wanted, _ = reference_mla.mla_expand_pages(*args)

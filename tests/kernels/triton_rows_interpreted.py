@@ -18,6 +18,9 @@ def main() -> None:
     wide = torch.randn(5, 200)[:, 64:136]  # rows of a wider matrix
     found = rows.rms_norm(wide, weight, 1e-5)
     torch.testing.assert_close(found, norm.rms_norm(wide, weight, 1e-5))
+    found, twice = rows.rms_norm_twice(x.to(torch.float16), weight, 1e-5)
+    torch.testing.assert_close(found, norm.rms_norm(x.to(torch.float16), weight, 1e-5))
+    assert twice.dtype == torch.float32 and torch.equal(twice, found.float())
     for found, expected in zip(
         rows.add_rms_norm(x, residual, weight, 1e-5),
         norm.add_rms_norm(x, residual, weight, 1e-5),

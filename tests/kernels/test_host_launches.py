@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one layer of a prefill step launches on a GPU, counted without one.
+
+Each launch costs the host tens of microseconds, 27 times a step: one more is meant, or a mistake.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+# From the algorithm: norm, expansion and product of the first projection; rope and store; gather,
+# keys, values, attention, merge; expansion, product and sum of the output projection; norm, scores
+# and choice; sort, gather, two products and sum of the experts.
+PREFILL = {
+    "rms_norm_kernel": 2,
+    "w4_expand_kernel": 2,
+    "mla_kv_write_kernel": 1,
+    "gather_latents_kernel": 1,
+    "mla_prefill_hopper_kernel": 1,
+    "mla_prefill_merge_kernel": 1,
+    "moe_topk_kernel": 1,
+    "moe_align_kernel": 1,
+    "moe_gather_kernel": 1,
+    "moe_w4_hopper_kernel": 2,
+    "moe_combine_kernel": 1,
+    "torch.mm": 5,
+    "torch.add_": 1,
+}
+# Beside decode rows: theirs of the attention, the output projection, and both parts joined.
+DECODE_ROWS = {
+    "mla_absorb_kernel": 1,
+    "mla_decode_hopper_kernel": 1,
+    "mla_merge_values_kernel": 1,
+    "w4_rows_kernel": 1,
+    "torch.cat": 1,
+}
+
+
+def _launches(*arguments: str) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.host_time", "--repeats", "1", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, int] = json.loads(done.stdout)["launches_a_layer"]
+    return found
+
+
+def test_a_layer_of_a_prefill_step_launches_what_it_needs_and_looks_up_each_form() -> None:
+    """No name says "analysed": Triton's own look at the arguments costs as much as a launch."""
+    assert _launches() == PREFILL
+
+
+def test_decode_rows_beside_a_prefill_add_their_own_launches_alone() -> None:
+    assert _launches("--decodes", "7") == {**PREFILL, **DECODE_ROWS}
+
+
+def test_fp8_pages_are_decoded_by_one_launch_a_layer() -> None:
+    assert _launches("--kv", "fp8") == {**PREFILL, "mla_expand_pages_kernel": 1}
