@@ -222,11 +222,13 @@ MoveResult Scheduler::bring_to_l2(MoveOrder& order, const PrefixMatch& match) {
   return result;
 }
 
-// From the end on: where L2 is small its pages can go on and leave while the first still wait.
+// From the end on: where L2 is small its pages can go on and leave while the first still wait. L1
+// keeps what the store does not have yet: a page that waits in L2 for it may make room for others.
 MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
   const std::vector<RadixTree::NamedPage> in_l1 = tree_.full_pages(match);
   MoveResult result;
   bool has_room = true, may_leave_l2 = true;
+  std::size_t num_kept = 0;
   for (std::size_t i = order.names.pages.size(); i-- > 0;) {
     const PageHash& hash = order.names.pages[i];
     if (tiers_.is_in_l3(hash)) {
@@ -245,9 +247,12 @@ MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
       result.tokens_pending += config_.page_size;
     } else {
       result.tokens_missing += config_.page_size;
+      continue;
     }
+    num_kept = std::max(num_kept, i + 1);
   }
-  if (has_room) result.num_pages = tree_.drop(order.salt, order.tokens, 0);
+  result.num_pages = tree_.drop(order.salt, order.tokens,
+                                static_cast<std::int32_t>(num_kept) * config_.page_size);
   return result;
 }
 

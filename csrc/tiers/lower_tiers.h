@@ -201,10 +201,14 @@ class LowerTiers : public LowerResidency {
 
   // tickets.cpp
   bool make_room();
+  void store_behind_heads(const PageHash& hash);
   void finish(Ticket& done, bool ok);
   OwnedPages take_page(const PageHash& hash, const PageHash& parent);
   std::int64_t issue(MoveKind kind, const PageHash& hash, PageHold source, OwnedPages target,
                      std::int32_t source_page, std::int32_t target_page);
+
+  static constexpr std::size_t kMostOfferedAgain = 64;
+  static constexpr TimeMs kOfferAgainMs = 50;
 
   const TierOptions options_;
   KvEventLog& log_;
@@ -227,6 +231,7 @@ class LowerTiers : public LowerResidency {
   std::int64_t next_sequence_ = 0;
   std::int64_t next_l3_sequence_ = 0;
   TimeMs now_ms_ = 0;
+  TimeMs offer_again_ms_ = 0;
 };
 
 }  // namespace moorage

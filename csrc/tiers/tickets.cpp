@@ -91,6 +91,25 @@ void LowerTiers::store(const PageHash& hash) {
         OwnedPages(pool_, PageOwner::kInFlight), entry.l2[0].value, -1);
 }
 
+// A page that comes to L2 takes along what lies before it and the store did not take: without that it
+// is worth nothing there. Heads first; not too often, as the store may take nothing at all.
+void LowerTiers::store_behind_heads(const PageHash& hash) {
+  std::vector<PageHash> chain{hash};
+  const Entry* entry = find(hash);
+  while (now_ms_ >= offer_again_ms_ && chain.size() < kMostOfferedAgain &&
+         entry->parent != kRootHash) {
+    const PageHash before = entry->parent;
+    entry = find(before);
+    if (entry == nullptr || entry->l2.is_empty() || entry->in_l3 || entry->is_going ||
+        entry->is_unwanted) {
+      break;
+    }
+    chain.push_back(before);
+  }
+  if (chain.size() > 1) offer_again_ms_ = now_ms_ + kOfferAgainMs;
+  for (auto at = chain.rbegin(); at != chain.rend(); ++at) store(*at);
+}
+
 bool LowerTiers::is_in_flight(std::int64_t ticket) const {
   return tickets_.contains(ticket) && (moves_.empty() || ticket < moves_.front().ticket);
 }
@@ -115,7 +134,7 @@ void LowerTiers::finish(Ticket& done, bool ok) {
   if (done.kind == MoveKind::kWriteBack || done.kind == MoveKind::kFetch) {
     if (ok) {
       settle_in(hash, std::move(done.target));
-      if (done.kind == MoveKind::kWriteBack && !entry.is_unwanted) store(hash);
+      if (done.kind == MoveKind::kWriteBack && !entry.is_unwanted) store_behind_heads(hash);
       return;
     }
     const PageHash parent = entry.parent;

@@ -45,7 +45,7 @@ def test_ranks_whose_transfers_differ_plan_alike(seed: int) -> None:
         mover.loss = 0.05
     quorum = AckQuorum(NUM_RANKS)
     history: list[list[int]] = [[]]
-    for _ in range(250):
+    for _ in range(400):
         if len(ranks[0].live) < 4:
             prompt = rng.choice(history)[:12] + random_tokens(rng, 3, 3)
             history.append(prompt)

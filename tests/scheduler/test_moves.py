@@ -124,7 +124,50 @@ def test_a_store_that_loses_pages_is_tried_again_and_given_up_in_the_end() -> No
     harness.scheduler.move(ids(other.prompt), "l3")
     settle(harness, steps=80, ms=60)
     assert harness.check()["move_orders"] == 0, "bounded"
-    assert hit(harness, other.prompt) == (0, 20, 0), "nothing is let go of that was not stored"
+    assert hit(harness, other.prompt) == (20, 0, 0), "nothing is let go of that was not stored"
+
+
+@pytest.mark.parametrize("num_l2_pages", [3, 6, 10])
+def test_what_waits_for_a_slow_store_is_not_lost_to_others_meanwhile(num_l2_pages: int) -> None:
+    harness = make(num_l2_pages=num_l2_pages, num_pages=60)
+    assert harness.mover is not None
+    carry_out, takes = harness.mover.carry_out, [False]
+
+    def slow(move: list[int], name: bytes) -> bool:
+        return (move[1] != 3 or takes[0]) and carry_out(move, name)
+
+    harness.mover.carry_out = slow  # type: ignore[method-assign]
+    job = finish(harness, 20)
+    harness.scheduler.move(ids(job.prompt), "l3")
+    for base in (100, 200, 300):  # a store's queue is full: what it lets go of, L2 may give to others
+        finish(harness, 20, base=base)
+    assert sum(hit(harness, job.prompt)) == 20
+    takes[0] = True
+    harness.scheduler.move(ids(job.prompt), "l3")
+    settle(harness, steps=60, ms=30)
+    assert hit(harness, job.prompt) == (0, 0, 20)
+    assert harness.check()["move_orders"] == 0
+
+
+def test_a_page_takes_along_what_lies_before_it_and_the_store_did_not_take() -> None:
+    harness = make()
+    assert harness.mover is not None
+    carry_out, takes = harness.mover.carry_out, [False]
+
+    def choosy(move: list[int], name: bytes) -> bool:
+        return (move[1] != 3 or takes[0]) and carry_out(move, name)
+
+    harness.mover.carry_out = choosy  # type: ignore[method-assign]
+    job = finish(harness, 20)
+    assert len(harness.mover.l3) == 0
+    takes[0] = True
+    harness.now_ms += 1000
+    finish(harness, 5, base=500)
+    assert len(harness.mover.l3) == 1, "another prefix takes nothing along"
+    harness.submit([*job.prompt, *range(700, 704)], 1)
+    harness.run()
+    settle(harness)
+    assert len(harness.mover.l3) == 7, "the five before it, the one that is new, the other one"
 
 
 def test_what_only_the_store_has_is_brought_to_l2_and_no_further() -> None:
