@@ -10,6 +10,7 @@ worker; only the calls it returned are made elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -41,6 +42,8 @@ class Executor:
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._pending: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._results: deque[StepResult] = deque()  # append and popleft are atomic
+        self._clock: int | None = None  # of the CPU time that the worker has used
+        self._worked_ns = 0
         self._threads = [threading.Thread(target=self._work, name="executor", daemon=True)]
         if self._launcher.is_async:
             self._threads.append(
@@ -57,6 +60,14 @@ class Executor:
         """The oldest result not taken yet, or None."""
         return self._results.popleft() if self._results else None
 
+    def work_ns(self) -> int:
+        """CPU time that steps have used, which grows while one computes; of a device it says
+        nothing: then it stands still."""
+        if self._clock is not None and not self._launcher.is_async:
+            with contextlib.suppress(OSError):  # the worker has ended
+                self._worked_ns = time.clock_gettime_ns(self._clock)
+        return self._worked_ns
+
     def close(self, *, timeout_s: float = 10.0) -> None:
         """Finish the queued steps and end the threads; one that hangs ends with the process."""
         self._steps.put(None)
@@ -65,6 +76,7 @@ class Executor:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _work(self) -> None:
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
         with torch.inference_mode():
             while (step := self._steps.get()) is not None:
                 pending = (step.forward.step_id, self._launch(step))

@@ -161,10 +161,10 @@ class EngineServer:
             reporter=reporter,
             now_ms=_now_ms,
         )
-        self._heart = Heart(keeper.heartbeat_fd)
         self._leases = leases
         self._tiers = tiers
         self._executor = Executor(runner, wake.set)
+        self._heart = Heart(keeper.heartbeat_fd, self._executor.work_ns)
         self._loop = EngineLoop(
             desk=self._desk,
             control=control,
