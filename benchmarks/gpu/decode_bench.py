@@ -112,7 +112,10 @@ def bench_small() -> Iterator[dict[str, Any]]:
         attended = _draw(num, 16, 512)
         ups = [_draw(16, 128, 512) for _ in range(32)]
         calls = [
-            functools.partial(mla_layer.merge_values, attended, workspace, num, w) for w in ups
+            functools.partial(
+                mla_layer.merge_values, attended, workspace, num, w, 4 if num == 1 else 1
+            )
+            for w in ups
         ]
         yield _line("mla_merge_values", calls, ups[0].numel() * 2, T=num)
         routers = [torch.randn(64, 2048, device="cuda") for _ in range(128)]

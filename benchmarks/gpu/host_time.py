@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one prefill step of a GPU model costs the host, measured without a GPU.
 
-    python -m benchmarks.gpu.host_time [--new 800] [--past 65536] [--decodes 0] [--kv bf16]
+    python -m benchmarks.gpu.host_time [--new 800] [--past 65536] [--decodes 0] [--kv fp8]
+        [--pieces]
 
 Prints JSON lines: what a layer launches, by name, and Python's time for it. Kernels are chosen as
 on an H200 and launched by a call that does nothing (stub_device.py), so a real launch costs some
@@ -15,7 +16,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 
 from benchmarks.gpu.shapes import SHAPES, write_shape
 from benchmarks.gpu.stub_device import META, CountTorch, Launches, quick_products, stub_device
+from engine.execution.prefill_pieces import PIECE_TOKENS
 from engine.models.deepseek import DeepseekForCausalLM
 from engine.models.deepseek_config import deepseek_config_from_hf
 from engine.models.model import LoadOptions, StepRows
@@ -96,9 +98,14 @@ def prefill_rows(lens: list[tuple[int, int]], num_decodes: int) -> StepRows:
 class HostStep:
     """One step over and over, of models with `num_layers` layers of the same kind."""
 
-    def __init__(self, launches: Launches, shape: str, num_layers: int, kv: str) -> None:
+    def __init__(
+        self, launches: Launches, shape: str, num_layers: int, kv: str, *, pieces: bool = False
+    ) -> None:
         self._launches = launches
         self._model = load_model(shape, num_layers)
+        self._pieces = pieces
+        if pieces:
+            self._model.prepare_pieces(PIECE_TOKENS[-1])
         layout = self._model.kv_layout(PAGE, "fp8" if kv == "fp8" else "bfloat16")
         self._pool = torch.empty(
             layout.pool_shape(NUM_PAGES),
@@ -110,7 +117,15 @@ class HostStep:
         ids = torch.empty(rows.positions.shape[0], dtype=torch.int32, device=META)
         num_rows = rows.row_slots.shape[0]
         sampled = torch.empty(num_rows, dtype=torch.int32, device=META)
-        self._model.forward(ids, rows, self._pool, sampled)
+        if self._pieces:
+            size = next(size for size in PIECE_TOKENS if size >= ids.shape[0])
+            self._model.forward_in_pieces(ids, rows, self._pool, sampled, size, self._replay)
+        else:
+            self._model.forward(ids, rows, self._pool, sampled)
+
+    def _replay(self, number: int, piece: Callable[[], None]) -> None:
+        """A captured piece: one launch, whatever is in it."""
+        self._launches.counts["graph"] += 1
 
     def launches(self, rows: StepRows) -> dict[str, int]:
         """What a step launches, by name."""
@@ -134,7 +149,7 @@ class HostStep:
 def measure(args: argparse.Namespace, launches: Launches) -> dict[str, Any]:
     """Launches and time of one layer: the difference between nine layers of experts and one."""
     rows = prefill_rows([(args.past, args.new)] * args.prefills, args.decodes)
-    few, many = (HostStep(launches, "v2-lite", num, args.kv) for num in (2, 10))
+    few, many = (HostStep(launches, "v2-lite", num, args.kv, pieces=args.pieces) for num in (2, 10))
     counts = [step.launches(rows) for step in (few, many)]
     names = sorted({*counts[0], *counts[1]})
     layer = {name: (counts[1].get(name, 0) - counts[0].get(name, 0)) / 8 for name in names}
@@ -143,6 +158,7 @@ def measure(args: argparse.Namespace, launches: Launches) -> dict[str, Any]:
     return {
         "step": f"{args.prefills} x {args.new} on {args.past}, {args.decodes} decode rows",
         "kv": args.kv,
+        "pieces": args.pieces,
         "launches_a_layer": layer,
         "num_launches_a_layer": sum(n for name, n in layer.items() if "analysed" not in name),
         "host_us_a_layer": round((times[1] - times[0]) / 8 * 1e3, 1),
@@ -158,6 +174,7 @@ def main() -> None:
     parser.add_argument("--prefills", type=int, default=1)
     parser.add_argument("--decodes", type=int, default=0)
     parser.add_argument("--kv", default="bf16", choices=("bf16", "fp8"))
+    parser.add_argument("--pieces", action="store_true", help="engine.prefill_graphs")
     parser.add_argument("--repeats", type=int, default=40)
     args = parser.parse_args()
     with stub_device() as launches:

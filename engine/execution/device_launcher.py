@@ -3,7 +3,8 @@
 
 A step of decode rows alone is two captured graphs, one of its padded size each: forward, then
 sample, so that a grammar's mask may arrive in between. A step with prefill rows runs the same
-model eagerly. Sampled ids stay on the device; the host waits for an event, elsewhere.
+model eagerly, or in captured pieces (prefill_pieces.py). Sampled ids stay on the device; the host
+waits for an event, elsewhere.
 
 Safety of the graphs: padding rows use a slot and a page of their own (the sentinels) and have no
 KV; the tail of every buffer is rewritten each step; ids are clamped to the vocabulary on the
@@ -42,8 +43,9 @@ from engine.execution.device_sampler import (
 )
 from engine.execution.graphs import GraphSet
 from engine.execution.host_ring import HostRing
+from engine.execution.prefill_pieces import PrefillPieces
 from engine.execution.steps import Step, StepResult
-from engine.models.model import DraftingModel, PagedModel, StepRows
+from engine.models.model import DraftingModel, PagedModel, PiecewiseModel, StepRows
 from engine.sampling.params import SampleBatch, Sampled
 from kernels.ops.page_copy import copy_pages
 from kernels.ops.step_ids import feed_ids
@@ -72,6 +74,7 @@ class DeviceLimits:
     sentinel_page: int
     eager: bool
     warms_prefill: bool = True  # with long prefixes, which kernels of fixed order take long for
+    prefill_graphs: bool = False  # a step with prefill in pieces, if the model can
 
 
 def buckets_up_to(max_rows: int) -> list[int]:
@@ -124,6 +127,11 @@ class DeviceLauncher:
         self._drafting = None if drafter is None else DeviceDrafts(drafter, self._buckets)
         self._stream = DeviceStream(device)
         self._graphs = GraphSet(None if limits.eager else self._stream.cuda_stream)
+        self._longest = (limits.table_width - 1) * limits.page_size
+        self._pieces: PrefillPieces | None = None
+        if limits.prefill_graphs and isinstance(model, PiecewiseModel):
+            most = min(limits.max_tokens, self._longest)
+            self._pieces = PrefillPieces(model, most, self._graphs)
 
     def warm_up(self) -> None:
         """Compile every kernel, and capture every graph; only sentinels are touched."""
@@ -136,6 +144,11 @@ class DeviceLauncher:
                 self._sample_edited(size)
                 if self._drafting is not None:
                     self._graphs.add(("draft", size), partial(self._draft, size))
+            if self._pieces is not None:
+                for size in reversed(self._pieces.sizes):
+                    with self._pieces.capturing(size):
+                        num = min(size, self._limits.max_tokens, self._longest)
+                        self._warm_up_step(num, 0, num_decodes=0)
             if self._limits.warms_prefill:
                 self._warm_up_prefill()
         self._stream.synchronise()
@@ -303,7 +316,11 @@ class DeviceLauncher:
             ),
         )
         self._mixed_rows = (rows, sampled)
-        return self._model.forward(self._resolve(ids, token_slots), rows, self._kv_pool, sampled)
+        ids = self._resolve(ids, token_slots)
+        size = None if self._pieces is None else self._pieces.size_for(ids.shape[0])
+        if self._pieces is None or size is None:
+            return self._model.forward(ids, rows, self._kv_pool, sampled)
+        return self._pieces.forward(ids, rows, self._kv_pool, sampled, size)
 
     def _resolve(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """-1 becomes the id last sampled in the slot; no id leaves the vocabulary."""
@@ -407,7 +424,7 @@ class DeviceLauncher:
 
     def _warm_up_prefill(self) -> None:
         """Steps with a prefill row on the sentinels, of each kind for which kernels differ."""
-        longest = (self._limits.table_width - 1) * self._limits.page_size
+        longest = self._longest
         most = min(self._limits.max_tokens - 1, longest)
         for num in sorted({min(size, most) for size in WARM_UP_TOKENS}):
             for past in sorted({min(past, longest - num) for past in WARM_UP_PAST}):

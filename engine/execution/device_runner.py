@@ -30,6 +30,7 @@ class DeviceModelRunner:
         model_fingerprint: str,
         eager: bool,
         warms_prefill: bool = True,
+        prefill_graphs: bool = False,
     ) -> None:
         self._pool = pool
         self.vocab_size = model.vocab_size
@@ -46,6 +47,7 @@ class DeviceModelRunner:
             sentinel_page=self.num_pages,
             eager=eager,
             warms_prefill=warms_prefill,
+            prefill_graphs=prefill_graphs,
         )
         self._launcher = DeviceLauncher(model, pool.kv, limits)
         self.next_input_ids = self._launcher.next_input_ids

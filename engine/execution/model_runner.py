@@ -255,6 +255,7 @@ def _device_runner(
         model_fingerprint=_fingerprint(loaded, layout),
         eager=config.eager or not is_capturable,
         warms_prefill=not config.deterministic,  # one form of each kernel serves every step
+        prefill_graphs=config.prefill_graphs and is_capturable,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from engine.models.model import StepRows
 from kernels.mla_workspace import MlaWorkspace
 from kernels.ops.linear import LinearWeight, linear_add, norm_linear
-from kernels.ops.mla import mla_absorb, mla_output
+from kernels.ops.mla import mla_absorb, mla_output, mla_values
 from kernels.ops.mla_kv_write import mla_kv_write
 from kernels.ops.mla_prefill import mla_prefill
 from kernels.step_work import StepWork
@@ -57,55 +57,15 @@ def mla_attention(
         workspace: planned for the step's decode rows.
         work: what kernels keep for the step's other layers.
     """
-    num_heads, nope_dim, latent_dim = weights.w_uk.shape
-    kv_width = latent_dim + cos_sin.shape[1]
-    down_T = norm_linear(residual_TX, *norm, weights.q_kv_down)
-    q, kv_TC = down_T[:, :-kv_width], down_T[:, -kv_width:]
-    if weights.q_up is not None and weights.q_norm is not None:
-        q = norm_linear(q, weights.q_norm, INNER_EPS, weights.q_up)
-    q_THD = q.view(q.shape[0], num_heads, nope_dim + kv_width - latent_dim)
+    q_THD, kv_TC = mla_project(residual_TX, norm, weights, cos_sin.shape[1])
     cut, parts = rows.num_prefill_tokens, []
     if cut:
-        mla_kv_write(
-            q_THD[:cut, :, nope_dim:],
-            kv_TC[:cut],
-            weights.kv_norm,
-            INNER_EPS,
-            rows.positions[:cut],
-            cos_sin,
-            kv_pool_layer,
-            rows.slot_mapping[:cut],
+        o_TO = _prefill(
+            q_THD[:cut], kv_TC[:cut], weights, rows, kv_pool_layer, cos_sin, softmax_scale, work
         )
-        slots, indptr, lens = rows.prefill_on_host or (
-            rows.row_slots[: rows.num_prefill_rows],
-            rows.row_indptr[: rows.num_prefill_rows + 1],
-            rows.seq_lens[: rows.num_prefill_rows],
-        )
-        o_THV = mla_prefill(
-            q_THD[:cut],
-            weights.w_uk,
-            weights.w_uv,
-            kv_pool_layer,
-            rows.page_table,
-            slots,
-            indptr,
-            lens,
-            softmax_scale,
-            work,
-        )
-        parts.append(linear_add(o_THV.reshape(cut, -1), weights.out, residual_TX[:cut]))
+        parts.append(linear_add(o_TO, weights.out, residual_TX[:cut]))
     if cut < q_THD.shape[0]:
-        absorbed_THC = mla_absorb(
-            q_THD[cut:],
-            kv_TC[cut:],
-            weights.kv_norm,
-            INNER_EPS,
-            rows.positions[cut:],
-            cos_sin,
-            kv_pool_layer,
-            rows.slot_mapping[cut:],
-            weights.w_uk,
-        )
+        absorbed_THC = _absorb(q_THD[cut:], kv_TC[cut:], weights, rows, kv_pool_layer, cos_sin)
         parts.append(
             mla_output(
                 absorbed_THC,
@@ -121,3 +81,119 @@ def mla_attention(
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def mla_project(
+    residual_TX: torch.Tensor,
+    norm: tuple[torch.Tensor, float],
+    weights: MlaWeights,
+    rope_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries [T, H, D] and latents with their rope part [T, C + R], before rope: what a layer
+    does to each token alone in front of its attention."""
+    num_heads, nope_dim, latent_dim = weights.w_uk.shape
+    kv_width = latent_dim + rope_dim
+    down_T = norm_linear(residual_TX, *norm, weights.q_kv_down)
+    q, kv_TC = down_T[:, :-kv_width], down_T[:, -kv_width:]
+    if weights.q_up is not None and weights.q_norm is not None:
+        q = norm_linear(q, weights.q_norm, INNER_EPS, weights.q_up)
+    return q.view(q.shape[0], num_heads, nope_dim + rope_dim), kv_TC
+
+
+def mla_attend(
+    q_THD: torch.Tensor,
+    kv_TC: torch.Tensor,
+    weights: MlaWeights,
+    rows: StepRows,
+    kv_pool_layer: torch.Tensor,
+    cos_sin: torch.Tensor,
+    softmax_scale: float,
+    workspace: MlaWorkspace,
+    work: StepWork,
+    out_TO: torch.Tensor,
+) -> None:
+    """What stands between `mla_project` and the output projection: write the step's latents, and
+    to `out_TO` [T, H * V] each token's values. Queries may be overwritten."""
+    cut = rows.num_prefill_tokens
+    if cut:
+        o_TO = _prefill(
+            q_THD[:cut], kv_TC[:cut], weights, rows, kv_pool_layer, cos_sin, softmax_scale, work
+        )
+        out_TO[:cut].copy_(o_TO)
+    if cut < q_THD.shape[0]:
+        absorbed_THC = _absorb(q_THD[cut:], kv_TC[cut:], weights, rows, kv_pool_layer, cos_sin)
+        o_TO = mla_values(
+            absorbed_THC,
+            kv_pool_layer,
+            rows.page_table,
+            rows.row_slots[rows.num_prefill_rows :],
+            rows.seq_lens[rows.num_prefill_rows :],
+            softmax_scale,
+            workspace,
+            weights.w_uv,
+        )
+        out_TO[cut:].copy_(o_TO)
+
+
+def _prefill(
+    q_THD: torch.Tensor,
+    kv_TC: torch.Tensor,
+    weights: MlaWeights,
+    rows: StepRows,
+    kv_pool_layer: torch.Tensor,
+    cos_sin: torch.Tensor,
+    softmax_scale: float,
+    work: StepWork,
+) -> torch.Tensor:
+    cut, num_rows = rows.num_prefill_tokens, rows.num_prefill_rows
+    nope_dim = weights.w_uk.shape[1]
+    mla_kv_write(
+        q_THD[..., nope_dim:],
+        kv_TC,
+        weights.kv_norm,
+        INNER_EPS,
+        rows.positions[:cut],
+        cos_sin,
+        kv_pool_layer,
+        rows.slot_mapping[:cut],
+    )
+    slots, indptr, lens = rows.prefill_on_host or (
+        rows.row_slots[:num_rows],
+        rows.row_indptr[: num_rows + 1],
+        rows.seq_lens[:num_rows],
+    )
+    o_THV = mla_prefill(
+        q_THD,
+        weights.w_uk,
+        weights.w_uv,
+        kv_pool_layer,
+        rows.page_table,
+        slots,
+        indptr,
+        lens,
+        softmax_scale,
+        work,
+    )
+    return o_THV.reshape(cut, -1)
+
+
+def _absorb(
+    q_THD: torch.Tensor,
+    kv_TC: torch.Tensor,
+    weights: MlaWeights,
+    rows: StepRows,
+    kv_pool_layer: torch.Tensor,
+    cos_sin: torch.Tensor,
+) -> torch.Tensor:
+    cut = rows.num_prefill_tokens
+    return mla_absorb(
+        q_THD,
+        kv_TC,
+        weights.kv_norm,
+        INNER_EPS,
+        rows.positions[cut:],
+        cos_sin,
+        kv_pool_layer,
+        rows.slot_mapping[cut:],
+        weights.w_uk,
+    )

@@ -7,13 +7,16 @@ Source: DeepSeek-V2 (arXiv 2405.04434), DeepSeek-V3 (arXiv 2412.19437).
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from engine.layers.mla import mla_attention
+from engine.layers.mla import mla_attend, mla_attention
 from engine.layers.moe import feed_forward
 from engine.models.deepseek_config import DeepseekConfig
 from engine.models.deepseek_loader import DeepseekLayer, DeepseekStack, load_stack
-from engine.models.model import LoadOptions, StepRows
+from engine.models.deepseek_pieces import DeepseekPieces
+from engine.models.model import LoadOptions, RunPiece, StepRows
 from engine.weights.reader import WeightReader
 from kernels.mla_workspace import make_mla_workspace
 from kernels.ops.linear import linear, norm_linear
@@ -37,6 +40,7 @@ class DeepseekForCausalLM:
         self._stack = stack
         self._dtype = options.dtype
         self.last_hidden = torch.empty(0)
+        self._pieces: DeepseekPieces | None = None
         self._pool_layers: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())
         self._workspace = make_mla_workspace(
             max_rows=options.max_rows,
@@ -74,15 +78,60 @@ class DeepseekForCausalLM:
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Write the step's latents and return logits fp32 [S, vocab_size] (a new tensor)."""
-        stack, eps = self._stack, self.config.rms_eps
-        cut = rows.num_prefill_rows
-        if cut < rows.row_slots.shape[0]:
-            seq_lens, slots = rows.seq_lens[cut:], rows.row_slots[cut:]
-            plan_mla_decode(self._workspace, seq_lens, rows.page_table, slots)
+        stack = self._stack
+        self._plan_decode_rows(rows)
         residual = embed_rows(stack.embedding, input_ids, self._dtype)
         pools, work = self._layers_of(kv_pool), StepWork()
         for index, layer in enumerate(stack.layers):
             residual = self._layer(residual, layer, rows, pools[index], work)
+        return self._logits(residual, rows, sample_rows)
+
+    def prepare_pieces(self, most: int) -> None:
+        """See `PiecewiseModel`."""
+        self._pieces = DeepseekPieces(self.config, self._stack, self._dtype, most)
+
+    def forward_in_pieces(
+        self,
+        input_ids: torch.Tensor,
+        rows: StepRows,
+        kv_pool: torch.Tensor,
+        sample_rows: torch.Tensor,
+        num_padded: int,
+        run: RunPiece,
+    ) -> torch.Tensor:
+        """See `PiecewiseModel`."""
+        stack, pieces, num = self._stack, self._pieces, input_ids.shape[0]
+        assert pieces is not None, "prepare_pieces came first"
+        self._plan_decode_rows(rows)
+        pieces.begin(input_ids, num_padded)
+        pools, work = self._layers_of(kv_pool), StepWork()
+        for index, layer in enumerate(stack.layers):
+            run(index, partial(pieces.run, index, num_padded))
+            mla_attend(
+                pieces.queries(num),
+                pieces.latents(num),
+                layer.attention,
+                rows,
+                pools[index],
+                stack.cos_sin,
+                self.config.softmax_scale,
+                self._workspace,
+                work,
+                pieces.values(num),
+            )
+        run(len(stack.layers), partial(pieces.run, len(stack.layers), num_padded))
+        return self._logits(pieces.residual(num), rows, sample_rows)
+
+    def _plan_decode_rows(self, rows: StepRows) -> None:
+        cut = rows.num_prefill_rows
+        if cut < rows.row_slots.shape[0]:
+            seq_lens, slots = rows.seq_lens[cut:], rows.row_slots[cut:]
+            plan_mla_decode(self._workspace, seq_lens, rows.page_table, slots)
+
+    def _logits(
+        self, residual: torch.Tensor, rows: StepRows, sample_rows: torch.Tensor
+    ) -> torch.Tensor:
+        stack, eps = self._stack, self.config.rms_eps
         if self.can_draft:
             self.last_hidden = rms_norm(residual, stack.final_norm, eps)
         if not rows.samples_all:

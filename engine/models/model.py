@@ -6,6 +6,7 @@ Does not know: architectures, files.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -69,6 +70,36 @@ class DraftingModel(Protocol):
         Args:
             next_ids: int32 [T], the token that follows each of the step's.
             hidden: `last_hidden` of that step.
+        """
+        ...
+
+
+RunPiece = Callable[[int, Callable[[], None]], None]
+
+
+@runtime_checkable
+class PiecewiseModel(Protocol):
+    """A model that can do what each layer does to each token alone in pieces of a padded size."""
+
+    def prepare_pieces(self, most: int) -> None:
+        """Allocate the buffers of the pieces, for up to so many tokens. Before any capture."""
+        ...
+
+    def forward_in_pieces(
+        self,
+        input_ids: torch.Tensor,
+        rows: StepRows,
+        kv_pool: torch.Tensor,
+        sample_rows: torch.Tensor,
+        num_padded: int,
+        run: RunPiece,
+    ) -> torch.Tensor:
+        """As `forward`; pieces run over `num_padded` tokens, of which the step's come first.
+
+        Args:
+            run: called with the number of each piece, ascending from 0, and the piece itself,
+                which it calls, or replays what it captured of it: a piece of one number and
+                padded size launches the same kernels on the same memory each time.
         """
         ...
 

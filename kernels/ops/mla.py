@@ -179,6 +179,45 @@ def mla_absorb(
     return out
 
 
+def mla_values(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    workspace: MlaWorkspace,
+    w_uv: torch.Tensor,
+) -> torch.Tensor:
+    """Return [T, H * v_dim] in q.dtype: `mla_decode`, each head then multiplied by its w_uv.
+
+    Args:
+        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace: see
+            `mla_decode`; they are checked there.
+        w_uv: [H, v_dim, latent_dim], contiguous, q's dtype.
+
+    Raises:
+        KernelInputError: if shapes disagree.
+    """
+    num_heads, v_dim, latent_dim = w_uv.shape
+    expect_shape("q", q, (None, num_heads, None))
+    expect_shape("w_uv", w_uv, (workspace.num_heads, None, workspace.latent_dim))
+    formats = (("q", format_of(q.dtype)), ("kv", kv_format(kv_pool_layer)))
+    rope_dim = q.shape[-1] - latent_dim
+    traits = (
+        ("latent_dim", latent_dim),
+        ("rope_dim", rope_dim),
+        ("v_dim", v_dim),
+        ("query_rows", num_heads * workspace.q_len),
+        *_pool_traits(kv_pool_layer, latent_dim, rope_dim),
+    )
+    kernel = select_kernel(CallSignature("mla_values", q.device.type, formats, traits))
+    out: torch.Tensor = kernel.fn(
+        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace, w_uv
+    )
+    return out
+
+
 def mla_output(
     q: torch.Tensor,
     kv_pool_layer: torch.Tensor,

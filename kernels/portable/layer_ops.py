@@ -95,6 +95,24 @@ def mla_absorb_of_two(
     return absorbed
 
 
+@register_kernel("mla_values", "composed", priority=Priority.PORTABLE)
+def mla_values_of_two(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    workspace: MlaWorkspace,
+    w_uv: torch.Tensor,
+) -> torch.Tensor:
+    """Attention over latents, the values' up-projection a head."""
+    o_THC = mla_decode(q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace)
+    o_THV = q.new_empty(q.shape[0], w_uv.shape[0], w_uv.shape[1])
+    torch.bmm(o_THC.transpose(0, 1), w_uv.transpose(1, 2), out=o_THV.transpose(0, 1))
+    return o_THV.view(o_THV.shape[0], -1)
+
+
 @register_kernel("mla_output", "composed", priority=Priority.PORTABLE)
 def mla_output_of_three(
     q: torch.Tensor,
@@ -108,8 +126,8 @@ def mla_output_of_three(
     out_weight: LinearWeight,
     residual: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention over latents, the values' up-projection a head, the layer's output projection."""
-    o_THC = mla_decode(q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace)
-    o_THV = q.new_empty(q.shape[0], w_uv.shape[0], w_uv.shape[1])
-    torch.bmm(o_THC.transpose(0, 1), w_uv.transpose(1, 2), out=o_THV.transpose(0, 1))
-    return linear_add(o_THV.view(o_THV.shape[0], -1), out_weight, residual)
+    """Attention and the values' up-projection, the layer's output projection."""
+    values = mla_values_of_two(
+        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace, w_uv
+    )
+    return linear_add(values, out_weight, residual)

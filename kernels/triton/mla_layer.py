@@ -107,13 +107,16 @@ def mla_absorb(
 
 
 def merge_values(
-    attended: torch.Tensor, workspace: MlaWorkspace, num_rows: int, w_uv: torch.Tensor
+    attended: torch.Tensor,
+    workspace: MlaWorkspace,
+    num_rows: int,
+    w_uv: torch.Tensor,
+    groups: int,
 ) -> torch.Tensor:
-    """Partial results of the workspace -> values [T, H * V]; with one token, to fill the GPU, fp32
-    [VALUE_PARTS, 1, H * V], to be summed."""
+    """Partial results of the workspace -> values [T, H * V]; or fp32 [groups, T, H * V], to be
+    summed, which fills the GPU where there is one token."""
     num_tokens, num_heads, latent_dim = attended.shape
     v_dim = w_uv.shape[1]
-    groups = VALUE_PARTS if num_tokens == 1 else 1
     out = torch.empty(
         groups,
         num_tokens,
@@ -150,11 +153,49 @@ def merge_values(
     return out if groups > 1 else out[0]
 
 
-def _refuse_output(call: CallSignature) -> str | None:
+def _refuse_values(call: CallSignature) -> str | None:
     if not _is_power_of_two(int(call.trait("v_dim"))):
         return f"v_dim is {call.trait('v_dim')}, it takes a power of two"
     takes_planes = dict(call.formats)["kv"] == "fp8_planes"
-    return refuse_rows(call) or (refuse_fp8(call) if takes_planes else refuse_hopper(call))
+    return refuse_fp8(call) if takes_planes else refuse_hopper(call)
+
+
+def _refuse_output(call: CallSignature) -> str | None:
+    return refuse_rows(call) or _refuse_values(call)
+
+
+@register_kernel(
+    "mla_values",
+    "two_launches",
+    priority=Priority.SPECIALIZED,
+    device="cuda",
+    min_sm=(9, 0),
+    formats={"q": {"bf16"}, "kv": {"bf16", "fp8_planes"}},
+    refuses=_refuse_values,
+)
+def mla_values(
+    q: torch.Tensor,
+    kv_pool_layer: torch.Tensor,
+    page_table: torch.Tensor,
+    row_slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    workspace: MlaWorkspace,
+    w_uv: torch.Tensor,
+) -> torch.Tensor:
+    """Attention; merge and up-projection: two launches."""
+    attend = attend_fp8 if kv_pool_layer.dtype == torch.uint8 else attend_hopper
+    attended = attend(
+        q,
+        kv_pool_layer,
+        page_table,
+        row_slots,
+        seq_lens,
+        softmax_scale,
+        workspace.latent_dim,
+        workspace,
+    )
+    return merge_values(attended, workspace, row_slots.shape[0], w_uv, 1)
 
 
 @register_kernel(
@@ -194,7 +235,8 @@ def mla_output(
         workspace.latent_dim,
         workspace,
     )
-    values = merge_values(attended, workspace, row_slots.shape[0], w_uv)
+    groups = VALUE_PARTS if q.shape[0] == 1 else 1
+    values = merge_values(attended, workspace, row_slots.shape[0], w_uv, groups)
     if values.dim() == 2:
         return linear_add(values, out_weight, residual)
     return linear_of_parts(values, out_weight, residual)

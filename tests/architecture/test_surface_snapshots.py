@@ -53,6 +53,7 @@ FIELDS = [
     "engine.token_budget",
     "engine.max_context_len",
     "engine.eager",
+    "engine.prefill_graphs",
     "engine.deterministic",
     "engine.kernels",
     "engine.speculation",

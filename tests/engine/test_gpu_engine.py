@@ -112,6 +112,38 @@ def test_graphs_give_the_bits_that_eager_runs_give(
         step(*((place, [10 + number]) for place in range(1 + number % 5)))
 
 
+@pytest.mark.parametrize(("weights", "kv_dtype"), [("nvfp4", "auto"), ("nvfp4", "fp8")])
+def test_captured_pieces_of_a_prefill_step_give_the_bits_of_called_ones(
+    tmp_path: Path, weights: str, kv_dtype: str
+) -> None:
+    """And, to bf16's accuracy, the logits of a step without padding."""
+    settings = {"device": "cuda", "kv_dtype": kv_dtype}
+    runners = [
+        build_model_runner(
+            _config(tmp_path, weights, eager=eager, prefill_graphs=pieces, **settings)
+        )
+        for eager, pieces in ((False, True), (True, True), (True, False))
+    ]
+    drivers = [PagedDriver(runner, seed=1) for runner in runners]
+    rows = [[driver.open(slot) for slot in range(5)] for driver in drivers]
+    steps: list[list[tuple[int, list[int]]]] = [
+        [(0, _ids(200, 1))],
+        [(1, _ids(90, 2)), (2, _ids(3, 3)), (0, [5])],
+        [(3, _ids(130, 4)), (4, _ids(64, 5)), (0, [6]), (1, [7])],
+        [(0, _ids(100, 6)), (1, [8])],
+        [(0, [4]), (1, [5])],
+    ]
+    for parts in steps:
+        captured, called, whole = (
+            driver.step([(mine[place], list(tokens)) for place, tokens in parts])
+            for driver, mine in zip(drivers, rows, strict=True)
+        )
+        assert torch.equal(captured, called)
+        assert bool(torch.isfinite(captured).all())
+        similarity = torch.nn.functional.cosine_similarity(captured, whole, dim=-1)
+        assert float(similarity.min()) > 0.99
+
+
 def test_graphs_and_eager_runs_serve_the_same_tokens(tmp_path: Path) -> None:
     pytest.importorskip("_scheduler")
     graphs = _served(_config(tmp_path, "nvfp4", device="cuda"), tmp_path / "graphs")

@@ -68,3 +68,24 @@ def test_decode_rows_beside_a_prefill_add_their_own_launches_alone() -> None:
 
 def test_fp8_pages_are_decoded_by_one_launch_a_layer() -> None:
     assert _launches("--kv", "fp8") == {**PREFILL, "mla_expand_pages_kernel": 1}
+
+
+def test_in_captured_pieces_a_layer_launches_its_attention_and_one_graph() -> None:
+    """Values go to the pieces' buffer by one copy of each kind of row."""
+    attention = {
+        "graph": 1,
+        "mla_kv_write_kernel": 1,
+        "gather_latents_kernel": 1,
+        "mla_prefill_hopper_kernel": 1,
+        "mla_prefill_merge_kernel": 1,
+        "torch.mm": 2,
+        "torch.copy_": 1,
+    }
+    assert _launches("--pieces") == attention
+    decode_rows = {
+        "mla_absorb_kernel": 1,
+        "mla_decode_hopper_kernel": 1,
+        "mla_merge_values_kernel": 1,
+        "torch.copy_": 2,
+    }
+    assert _launches("--pieces", "--decodes", "7") == {**attention, **decode_rows}

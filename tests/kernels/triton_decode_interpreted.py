@@ -236,8 +236,10 @@ def check_merge_values(lens: list[int], q_len: int) -> None:
     mixed = torch.full_like(attended, float("nan"))
     for row in held_whole.nonzero()[:, 0].tolist():
         mixed[row * q_len : (row + 1) * q_len] = attended[row * q_len : (row + 1) * q_len]
-    found = mla_layer.merge_values(mixed, workspace, len(lens), w_uv)
-    close(found.sum(0) if found.dim() == 3 else found, wanted, 1e-5)
+    for groups in (1, 4):
+        found = mla_layer.merge_values(mixed, workspace, len(lens), w_uv, groups)
+        assert found.dim() == (3 if groups > 1 else 2)
+        close(found.sum(0) if groups > 1 else found, wanted, 1e-5)
 
 
 def check_ids() -> None:
