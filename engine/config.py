@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, spelled
 from engine.weights.errors import ModelNotFoundError
 from engine.weights.source import DEFAULT_MODEL, resolve_model
 
@@ -308,4 +308,4 @@ def _range(config: EngineConfig, path: str, low: float, high: float) -> Iterator
     for name in path.split("."):
         value = getattr(value, name)
     if not low <= value <= high:
-        yield ConfigError(f"engine.{path}", value, f"{low:g} to {high:g}")
+        yield ConfigError(f"engine.{path}", value, f"{spelled(low)} to {spelled(high)}")

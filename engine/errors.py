@@ -65,3 +65,8 @@ class EngineUnavailableError(EngineError):
     """No engine answers on the socket."""
 
     code = "engine_unavailable"
+
+
+def spelled(bound: float) -> str:
+    """A bound as a message names it: to the last digit, as what is named is allowed."""
+    return str(int(bound)) if bound == int(bound) else repr(bound)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,12 +84,12 @@ class PoolShape:
 def shape_within(num_bytes: int, layout: KvLayout, *, most_slots: int) -> PoolShape:
     """As many slots as `num_bytes` hold, at most `most_slots`; maybe none."""
     one = PoolShape(num_slots=1, page_bytes=layout.page_bytes, page_size=layout.page_size)
-    num_slots = max(0, (num_bytes - 2 * ALIGNMENT) // (one.slot_bytes + one.record_bytes))
-    return PoolShape(
-        num_slots=min(num_slots, most_slots),
-        page_bytes=layout.page_bytes,
-        page_size=layout.page_size,
-    )
+    # What records are rounded up by is less than one slot.
+    num_slots = max(0, (num_bytes - ALIGNMENT) // (one.slot_bytes + one.record_bytes))
+    shape = replace(one, num_slots=min(num_slots, most_slots))
+    if shape.num_slots and shape.num_bytes > num_bytes:
+        shape = replace(shape, num_slots=shape.num_slots - 1)
+    return shape
 
 
 class HostPool:

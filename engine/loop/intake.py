@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import api
-from engine.errors import RequestError
+from engine.errors import RequestError, spelled
 from engine.loop.requests import Request
 from engine.sampling.params import RowSampling
 from engine.sampling.penalties import Penalties
@@ -191,11 +191,12 @@ def check_sampling(sampling: api.SamplingParams, limits: ModelLimits) -> None:
     for name, (least, most) in _RANGES.items():
         value = getattr(sampling, name)
         if not least <= value <= most:  # NaN fails too
-            raise RequestError(f"sampling.{name}", value, f"{least:g} to {most:g}")
+            raise RequestError(f"sampling.{name}", value, f"{spelled(least)} to {spelled(most)}")
     for name, (above, most) in _POSITIVE.items():
         value = getattr(sampling, name)
         if not above < value <= most:
-            raise RequestError(f"sampling.{name}", value, f"more than {above:g}, up to {most:g}")
+            allowed = f"more than {spelled(above)}, up to {spelled(most)}"
+            raise RequestError(f"sampling.{name}", value, allowed)
     if sampling.min_new_tokens > sampling.max_new_tokens:
         raise RequestError(
             "sampling.min_new_tokens",

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast, get_type_hints
 
 import pytest
 
@@ -97,3 +100,38 @@ def test_a_step_holds_as_many_tokens_as_configured_or_as_suits_the_device() -> N
     assert EngineConfig().tokens_per_step("cpu") == 512
     assert EngineConfig().tokens_per_step("cuda") == 4096
     assert EngineConfig(max_slots=1000).tokens_per_step("cpu") == 1000
+
+
+def _numbers(cls: type, path: str = "") -> Iterator[str]:
+    """Paths of all settings that are numbers."""
+    for name, hint in get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _numbers(cast(type, hint), f"{path}{name}.")
+        elif hint in (int, float):
+            yield f"{path}{name}"
+
+
+def _problem_of(path: str, value: float) -> str:
+    """What is said to be allowed where a setting has this value; "" where nothing is wrong."""
+    *tables, name = path.split(".")
+    default = EngineConfig()
+    for table in tables:
+        default = getattr(default, table)
+    config = dataclasses.replace(default, **{name: type(getattr(default, name))(value)})
+    whole = dataclasses.replace(EngineConfig(), **{tables[0]: config}) if tables else config
+    found = [problem for problem in whole.problems() if problem.field == f"engine.{path}"]
+    return found[0].allowed if found else ""
+
+
+def test_bounds_are_named_to_the_last_digit_and_are_allowed() -> None:
+    num_checked = 0
+    for path in _numbers(EngineConfig):
+        bounds = re.fullmatch(r"(-?\d+) to (\d+)", _problem_of(path, 10**19))
+        if bounds is None:  # a rule of another kind
+            continue
+        low, high = int(bounds[1]), int(bounds[2])
+        assert (_problem_of(path, low), _problem_of(path, high)) == ("", ""), path
+        assert _problem_of(path, low - 1) and _problem_of(path, high + 1), path
+        num_checked += 1
+    assert num_checked >= 18
+    assert _problem_of("tiers.l2_bytes", 10**19) == "-1 to 17592186044416"

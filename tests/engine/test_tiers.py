@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,8 +21,8 @@ import torch
 from _scheduler import Scheduler, SchedulerConfig
 from engine import api
 from engine.client import EngineClient
-from engine.config import TiersConfig
-from engine.errors import QueryRefusedError
+from engine.config import EngineConfig, TiersConfig
+from engine.errors import ConfigError, QueryRefusedError
 from engine.execution.batch import ForwardBatch
 from engine.loop.control_plane import ControlPlane
 from engine.loop.heart import Keeper
@@ -29,6 +30,7 @@ from engine.loop.outbox import Outbox
 from engine.loop.replay import read_log, replay
 from engine.loop.server import EngineServer
 from engine.loop.tier_plane import TierPlane
+from engine.loop.tier_setup import build_lower_tiers
 from engine.transport import pack_ids
 from kvtiers.file_store import FileStore
 from kvtiers.host_pool import HostPool, PoolShape, kept_slots
@@ -338,7 +340,21 @@ def l2_bytes(num_pages: int) -> int:
     """Enough for so many pages of the scripted model and no more."""
     layout = ScriptedLayout(PAGE_SIZE)
     shape = PoolShape(num_slots=num_pages, page_bytes=layout.page_bytes, page_size=layout.page_size)
-    return shape.num_bytes + num_pages
+    return shape.num_bytes
+
+
+def test_the_least_l2_that_an_error_names_is_allowed() -> None:
+    runner = make_runner()
+    with pytest.raises(ConfigError, match="at least one page") as caught:
+        build_lower_tiers(EngineConfig(tiers=TiersConfig(l2_bytes=1)), runner, lambda: None)
+    least = int(re.findall(r"\((\d+)\)", caught.value.allowed)[0])
+    assert least == l2_bytes(1)
+    config = EngineConfig(tiers=TiersConfig(l2_bytes=least))
+    transfers = build_lower_tiers(config, runner, lambda: None).transfers
+    assert transfers is not None and transfers.pool.num_slots == 1
+    transfers.close()
+    with pytest.raises(ConfigError, match=f"l2_bytes = {least - 1}: allowed: 0, -1, or at least"):
+        build_lower_tiers(EngineConfig(tiers=TiersConfig(l2_bytes=least - 1)), runner, lambda: None)
 
 
 def test_what_l2_had_no_room_for_comes_back_from_the_store(tmp_path: Path) -> None:

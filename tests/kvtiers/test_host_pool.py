@@ -121,13 +121,21 @@ def test_a_region_says_how_many_slots_it_was_cut_into(fd: int) -> None:
     assert kept_slots(fd, other) == 0
 
 
-def test_slots_fill_a_budget_and_never_exceed_it() -> None:
-    for budget in (0, 5000, 20_000, 100_000, 1 << 20):
-        shape = shape_within(budget, LAYOUT, most_slots=20)
-        assert shape.num_slots <= 20
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_slots_fill_a_budget_to_the_byte_and_never_exceed_it(page_size: int) -> None:
+    layout = PageLayout(
+        num_layers=2, page_size=page_size, num_kv_heads=2, head_dim=8, dtype="float32"
+    )
+    for num_slots in (*range(1, 40), 1000, 4096):
+        exact = PoolShape(
+            num_slots=num_slots, page_bytes=layout.page_bytes, page_size=page_size
+        ).num_bytes
+        assert shape_within(exact, layout, most_slots=5000).num_slots == num_slots
+        assert shape_within(exact - 1, layout, most_slots=5000).num_slots == num_slots - 1
+    for budget in (0, 1, 4096, 5000, 20_000, 100_000, 1 << 20):
+        shape = shape_within(budget, layout, most_slots=20)
+        assert 0 <= shape.num_slots <= 20
         assert not shape.num_slots or shape.num_bytes <= budget
-        more = PoolShape(num_slots=shape.num_slots + 1, page_bytes=LAYOUT.page_bytes, page_size=4)
-        assert shape.num_slots == 20 or more.num_bytes + 4096 > budget
 
 
 def test_no_slot_and_no_memory_are_refused() -> None:
