@@ -3,7 +3,7 @@
 
     copies     L1 <-> L2: load-backs first, write-backs when none waits
     reads      L3 -> L2, and probes of the store
-    writes     L2 -> L3, behind everything: where the store is slow the oldest give way
+    writes     L2 -> L3, behind everything: where the store is slow, ends of prefixes give way
 
 A move may start as soon as it is submitted: the control plane frees no page that a step in flight
 still reads or writes, and names no page as a source before a finished step has filled it. A page
@@ -19,6 +19,7 @@ Does not know: why a page moves, requests, steps. Thread rule: `submit`, `take_a
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -28,7 +29,8 @@ from dataclasses import dataclass
 from kvtiers.device_memory import Body, DeviceMemory, Wait
 from kvtiers.host_pool import HostPool
 from kvtiers.store import Store
-from kvtiers.transfer_queues import Move, MoveKind, MoveQueue
+from kvtiers.transfer_line import StoreLine
+from kvtiers.transfer_queues import Move, MoveKind, MoveQueue, OldestFirst
 from kvtiers.transfer_rates import Rates
 
 __all__ = ["Ack", "Move", "MoveKind", "TransferEngine"]
@@ -43,6 +45,7 @@ BATCH = {
     "cuda": {MoveKind.LOAD_BACK: 64, MoveKind.WRITE_BACK: 8, **_STORE_BATCH},
 }
 MOST_WRITE_BACKS = 4096
+NO_BOUND = sys.maxsize  # the control plane waits for each of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,15 @@ class TransferEngine:
         self.rates = Rates()
         self._batch = BATCH[device.kind]
         self._copies = MoveQueue(
-            MoveKind.LOAD_BACK, MoveKind.WRITE_BACK, most_second=MOST_WRITE_BACKS
+            {
+                MoveKind.LOAD_BACK: OldestFirst(NO_BOUND),
+                MoveKind.WRITE_BACK: OldestFirst(MOST_WRITE_BACKS),
+            }
         )
-        self._reads = MoveQueue(MoveKind.FETCH, None, most_second=0)
+        self._reads = MoveQueue({MoveKind.FETCH: OldestFirst(NO_BOUND)})
         # Each waiting store holds a slot of L2: half of them at most.
-        self._writes = MoveQueue(None, MoveKind.STORE, most_second=max(1, pool.num_slots // 2))
+        self._stores = StoreLine(max(1, pool.num_slots // 2), _page_before)
+        self._writes = MoveQueue({MoveKind.STORE: self._stores})
         self._queues = {
             MoveKind.LOAD_BACK: self._copies,
             MoveKind.WRITE_BACK: self._copies,
@@ -128,9 +135,7 @@ class TransferEngine:
         for kind in MoveKind:
             some = [move for move in moves if move.kind is kind]
             if some:
-                dropped = self._queues[kind].put(some)
-                self.rates.note_dropped(kind, len(dropped))
-                self._ack(dropped, [False] * len(dropped))
+                self._give_way(kind, self._queues[kind].put(some))
 
     def take_acks(self) -> list[Ack]:
         """Tickets that are over and were not taken yet."""
@@ -267,8 +272,20 @@ class TransferEngine:
         seconds = now_s - max(batch.start_s, queue.last_end_s)
         queue.last_end_s = now_s
         self.rates.note(kind, oks, sum(oks) * self._pool.shape.page_bytes, seconds)
+        if kind is MoveKind.STORE and not all(oks):
+            self._lose(batch.moves, oks)  # first: once acked, a page may be offered again
         self._ack(batch.moves, oks)
         queue.done(len(oks))
+
+    def _lose(self, stores: Sequence[Move], oks: Sequence[bool]) -> None:
+        """What waits behind pages that the store did not take is worth nothing there."""
+        lost = [move.page_hash for move, ok in zip(stores, oks, strict=True) if not ok]
+        behind = self._writes.give_way(lambda: self._stores.lose(lost))
+        self._give_way(MoveKind.STORE, behind)
+
+    def _give_way(self, kind: MoveKind, moves: Sequence[Move]) -> None:
+        self.rates.note_dropped(kind, len(moves))
+        self._ack(moves, [False] * len(moves))
 
     def _ack(self, moves: Sequence[Move], oks: Sequence[bool]) -> None:
         if moves:
@@ -335,3 +352,7 @@ class TransferEngine:
         if name is None or not any(name.parent_hash):
             return ""
         return self._pool.key(name.parent_hash)
+
+
+def _page_before(move: Move) -> bytes:
+    return move.name.parent_hash if move.name is not None else b""

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtiers.host_pool import PageName
 
@@ -37,17 +38,44 @@ class Move:
     name: PageName | None = None  # for what enters L2; without it a restart forgets the page
 
 
-class MoveQueue:
-    """Two lines of moves, served by one thread or more: the first always before the second."""
+class Line(Protocol):
+    """Moves of one kind that wait."""
 
-    def __init__(
-        self, first: MoveKind | None, second: MoveKind | None, *, most_second: int
-    ) -> None:
-        self._lines: dict[MoveKind, deque[Move]] = {
-            kind: deque() for kind in (first, second) if kind is not None
-        }
-        self._bounded = second
-        self._most = most_second
+    def __len__(self) -> int: ...
+    def put(self, moves: Sequence[Move]) -> list[Move]: ...
+    def take(self, most: int) -> list[Move]: ...
+    def clear(self) -> list[Move]: ...
+
+
+class OldestFirst:
+    """A line in order of arrival; where it is full the oldest gives way."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._moves: deque[Move] = deque()
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    def put(self, moves: Sequence[Move]) -> list[Move]:
+        """Add moves; returns those that gave way."""
+        self._moves.extend(moves)
+        return self.take(len(self._moves) - self._most)
+
+    def take(self, most: int) -> list[Move]:
+        """The next moves, up to so many."""
+        return [self._moves.popleft() for _ in range(min(most, len(self._moves)))]
+
+    def clear(self) -> list[Move]:
+        """Empty the line; returns what waited."""
+        return self.take(len(self._moves))
+
+
+class MoveQueue:
+    """Lines of moves by kind, served by one thread: each line before those after it."""
+
+    def __init__(self, lines: Mapping[MoveKind, Line]) -> None:
+        self._lines = lines
         self._calls: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -55,19 +83,18 @@ class MoveQueue:
         self.last_end_s = 0.0  # when the thread was last done with a batch; its own to write
 
     def put(self, moves: Sequence[Move]) -> list[Move]:
-        """Add moves; returns those that gave way: the oldest of a line that is full, or all of
-        them once the queue is closed."""
-        dropped: list[Move] = []
+        """Add moves of one kind; returns those that gave way, or all once the queue is closed."""
         with self._changed:
-            if self._is_closed:
+            if self._is_closed or not moves:
                 return list(moves)
-            for move in moves:
-                line = self._lines[move.kind]
-                line.append(move)
-                if move.kind is self._bounded and len(line) > self._most:
-                    dropped.append(line.popleft())
+            dropped = self._lines[moves[0].kind].put(moves)
             self._changed.notify_all()
         return dropped
+
+    def give_way(self, choose: Callable[[], list[Move]]) -> list[Move]:
+        """Moves that `choose` takes out of a line, with the queue locked."""
+        with self._changed:
+            return choose()
 
     def call(self, work: Callable[[], None]) -> None:
         """Run `work` on the thread, before any move."""
@@ -89,8 +116,8 @@ class MoveQueue:
                     self._num_taken += 1
                     return self._calls.popleft()
                 for kind, line in self._lines.items():
-                    if line:
-                        batch = [line.popleft() for _ in range(min(most[kind], len(line)))]
+                    if len(line):
+                        batch = line.take(most[kind])
                         self._num_taken += len(batch)
                         return batch
                 if self._is_closed:
@@ -113,7 +140,7 @@ class MoveQueue:
     def wait_empty(self, deadline_s: float) -> bool:
         """Wait until nothing waits or is under way; False: not by that time (monotonic)."""
         with self._changed:
-            while any(self._lines.values()) or self._num_taken or self._calls:
+            while any(map(len, self._lines.values())) or self._num_taken or self._calls:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self._changed.wait(left_s):
                     return False
@@ -123,8 +150,6 @@ class MoveQueue:
         """Let the thread end after what it has taken; returns the moves that still waited."""
         with self._changed:
             self._is_closed = True
-            left = [move for line in self._lines.values() for move in line]
-            for line in self._lines.values():
-                line.clear()
+            left = [move for line in self._lines.values() for move in line.clear()]
             self._changed.notify_all()
             return left

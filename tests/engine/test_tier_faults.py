@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from kvtiers.breaker import BreakerLimits, BreakerStore
 from kvtiers.deadline_store import Deadlines, DeadlineStore
 from kvtiers.host_pool import PoolShape, kept_slots
 from kvtiers.host_region import make_region_fd
-from kvtiers.store import Store, StoreState
+from kvtiers.store import Store, StoreState, resolve_parents
 from tests.engine.test_tiers import (
     PAGE_SIZE,
     ask,
@@ -136,6 +136,64 @@ def test_a_store_that_fails_costs_time_alone(tmp_path: Path, name: str) -> None:
         str(tmp_path), make_runner(), token_budget=64, tiers=TIERS, store=guarded(store)
     )
     serve(engine, work)
+
+
+class FollowedStore(MemoryStore):
+    """Takes its time while `gate` is clear; knows which page each page follows."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedLayout(PAGE_SIZE).fingerprint())
+        self.parents: dict[str, str] = {}
+        self.gate = threading.Event()
+        self.before_call = self.wait
+
+    def wait(self) -> None:
+        assert self.gate.wait(60)
+
+    def probe(self, keys: Sequence[str]) -> int:
+        return next((at for at, key in enumerate(keys) if key not in self.objects), len(keys))
+
+    def put(
+        self, keys: Sequence[str], blobs: Sequence[memoryview], parents: Sequence[str] | None = None
+    ) -> list[bool]:
+        self.parents |= dict(zip(keys, resolve_parents(keys, parents), strict=True))
+        return super().put(keys, blobs, parents)
+
+
+@pytest.mark.parametrize("is_suspended", [False, True])
+@pytest.mark.parametrize("num_l2_pages", [12, 24, 40, 90])
+def test_a_slow_store_keeps_no_tail_without_its_head_and_loses_nothing_of_a_suspend(
+    tmp_path: Path, num_l2_pages: int, is_suspended: bool
+) -> None:
+    store = FollowedStore()
+    prompts = [prompt_of(seed, 53) for seed in range(4)]  # 13 full pages each
+
+    async def work(client: EngineClient) -> None:
+        for seed, prompt in enumerate(prompts[:2]):
+            await ask(client, f"a{seed}", prompt, 1)
+        parked = pack_ids(prompts[1])
+        if is_suspended:
+            moving = asyncio.create_task(client.move_prefix(parked, "l3"))
+            while (await client.stats())["move_orders"] == 0 and not moving.done():
+                await asyncio.sleep(0)
+        for seed, prompt in enumerate(prompts[2:]):
+            await ask(client, f"b{seed}", prompt, 1)
+        store.gate.set()
+        if is_suspended:
+            await moving
+            moved = await client.move_prefix(parked, "l3")
+            assert moved.cache == api.CacheHit(l3=52, to_compute=1)
+        await settled(client)
+        heads = [store.parents[key] for key in store.objects]
+        assert all(head in store.objects for head in heads if head)
+        assert len(store.objects) >= 13 * (1 if is_suspended else 0)
+
+    tiers = TiersConfig(l2_bytes=l2_bytes(num_l2_pages), l3_wait_ms=0)
+    engine = LiveEngine(str(tmp_path), make_runner(80), token_budget=64, tiers=tiers, store=store)
+    try:
+        serve(engine, work)
+    finally:
+        store.gate.set()
 
 
 @pytest.mark.parametrize("where", ["bodies", "headers"])

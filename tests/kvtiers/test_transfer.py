@@ -101,6 +101,7 @@ class Bench:
             parent_hash=name_of(number - 1) if number else bytes(16),
             token_ids=np.full(LAYOUT_SIZE, number, "<i4").tobytes(),
             salt="",
+            start=number * LAYOUT_SIZE,
         )
         return Move(
             ticket=next(self._tickets),
@@ -281,7 +282,7 @@ def test_loads_that_fail_on_their_way_are_lost_and_the_next_are_not(make: Make) 
     assert bench.run(found) == {found.ticket: True}
 
 
-def test_a_slow_store_lets_the_oldest_go_and_nothing_waits_for_it(make: Make) -> None:
+def test_a_slow_store_lets_ends_of_prefixes_go_and_nothing_waits_for_it(make: Make) -> None:
     store = MemoryStore(LAYOUT)
     bench = make(store)
     for page in range(NUM_SLOTS):
@@ -297,13 +298,48 @@ def test_a_slow_store_lets_the_oldest_go_and_nothing_waits_for_it(make: Make) ->
     assert is_in.wait(10)
     moves = [bench.move(MoveKind.STORE, page, -1, page) for page in range(1, NUM_SLOTS)]
     bench.engine.submit(moves)
-    # Half of L2 may wait; the rest gave way at once, the oldest first.
+    # Half of L2 may wait; the rest gave way at once: the end of the prefix, not its head.
     dropped = bench.acks(3)
-    assert dropped == {move.ticket: False for move in moves[:3]}
+    assert dropped == {move.ticket: False for move in moves[4:]}
     # Loads and write-backs go on beside it.
     assert set(bench.run(bench.move(MoveKind.LOAD_BACK, 3, 9, 3)).values()) == {True}
     gate.set()
     assert set(bench.acks(5).values()) == {True}
+    assert list(store.objects) == [bench.pool.key(name_of(page)) for page in range(5)]
+
+
+@pytest.mark.parametrize("fault", ["refuses", "damaged"])
+def test_what_waits_behind_a_page_that_was_not_stored_gives_way(make: Make, fault: str) -> None:
+    store = MemoryStore(LAYOUT)
+    bench = make(store)
+    for page in range(NUM_SLOTS):
+        bench.run(bench.move(MoveKind.WRITE_BACK, page, page, page))
+    gate, is_in = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_in.set()
+        gate.wait(10)
+
+    store.before_call = wait
+    if fault == "refuses":
+        store._capacity_bytes = 0
+    else:
+        bench.pool.slot(1)[700] ^= 1
+    bench.engine.submit([bench.move(MoveKind.STORE, page, -1, page) for page in (0, 1)])
+    assert is_in.wait(10)
+    behind = [bench.move(MoveKind.STORE, page, -1, page) for page in (2, 3)]
+    other = bench.move(MoveKind.STORE, 6, -1, 6)  # page 5 is not known to be missing
+    bench.engine.submit([*behind, other])
+    gate.set()
+    acks = bench.acks(5)
+    assert [acks[move.ticket] for move in behind] == [False, False]
+    assert acks[other.ticket] is (fault == "damaged")
+    # Offered again, and taken this time: what follows is stored as well.
+    store._capacity_bytes = 1 << 30
+    bench.run(bench.move(MoveKind.WRITE_BACK, 1, 1, 1))
+    again = [bench.move(MoveKind.STORE, page, -1, page) for page in (3, 2, 1, 0)]
+    assert set(bench.run(*again).values()) == {True}
+    assert {bench.pool.key(name_of(page)) for page in range(4)} <= set(store.objects)
 
 
 @pytest.mark.parametrize("fault", ["raises", "refuses", "forgets", "flips", "cuts"])
