@@ -107,6 +107,9 @@ def _print_top(
         f"{'-' if rate is None else f'{rate:.0f}'} tokens/s, "
         f"{stats['free_pages']:.0f} of {stats['num_pages']:.0f} pages free"
     )
+    if drafted := stats.get("draft_tokens"):
+        accepted = stats["draft_tokens_accepted"]
+        click.echo(f"{accepted:.0f} of {drafted:.0f} drafts kept ({accepted / drafted:.0%})")
     rows = [[s["id"], s["current_turn"], s["num_tokens"], s["usage"]["output"]] for s in running]
     print_table(["session", "turn", "tokens", "output so far"], rows)
 

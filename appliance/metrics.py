@@ -26,6 +26,8 @@ from engine.api import CacheHit, TierStatus
 
 SECONDS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 120.0)
 OVERHEAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
+# As engine/loop/counters.py names them.
+_DRAFTS = re.compile(r"draft_tokens(?P<accepted>_accepted)?\.(?P<drafter>\w+)\.(?P<place>\d+)")
 _NOT_IN_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 # Every counter would come with a second series that says when it was made.
@@ -40,10 +42,38 @@ class EngineStatsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for name, value in sorted(self.stats.items()):
+            if _DRAFTS.fullmatch(name):
+                continue
             safe = _NOT_IN_A_NAME.sub("_", name)
             yield GaugeMetricFamily(
                 f"moorage_engine_{safe}", f"Engine statistic {name}.", value=value
             )
+
+
+class DraftCollector(Collector):
+    """Shows the engine's counts of drafts by drafter and place; holds nothing."""
+
+    def __init__(self, engine_stats: EngineStatsCollector) -> None:
+        self._engine_stats = engine_stats
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["drafter", "place"]
+        verified = CounterMetricFamily(
+            "moorage_draft_tokens",
+            "Drafted tokens verified, by drafter (ngram, mtp) and place in their row, from 1.",
+            labels=labels,
+        )
+        accepted = CounterMetricFamily(
+            "moorage_draft_tokens_accepted",
+            "Drafted tokens that the model sampled itself, likewise.",
+            labels=labels,
+        )
+        for name, value in sorted(self._engine_stats.stats.items()):
+            found = _DRAFTS.fullmatch(name)
+            if found is not None:
+                family = accepted if found["accepted"] else verified
+                family.add_metric([found["drafter"], found["place"]], value)
+        yield from (verified, accepted)
 
 
 class TierCollector(Collector):
@@ -99,6 +129,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.engine_stats = EngineStatsCollector()
         self.registry.register(self.engine_stats)
+        self.registry.register(DraftCollector(self.engine_stats))
         self.tiers = TierCollector()
         self.registry.register(self.tiers)
         self.registry.register(ProcessCollector(read_state))

@@ -381,8 +381,10 @@ class DeviceLauncher:
         if drafting is None:
             return lambda: None
         size = self._bucket(max(num, 1))
-        if self._mixed_rows is None:
+        if self._mixed_rows is None and num == step.forward.row_slots.shape[0]:
             self._graphs.run(("draft", size), partial(self._draft, size))
+        elif self._mixed_rows is None:
+            return self._draft_among_others(drafting, step)
         else:
             assert step.forward.next_ids is not None, "a model that drafts is told what follows"
             rows, sampled = self._mixed_rows
@@ -393,6 +395,25 @@ class DeviceLauncher:
         held = self._ring.draft_ids(size)
         held.copy_(drafting.draft_ids[size], non_blocking=True)
         return lambda: held[:num].numpy().copy()
+
+    def _draft_among_others(
+        self, drafting: DeviceDrafts, step: Step
+    ) -> Callable[[], NDArray[np.int32] | None]:
+        """After a step of rows of one token, of which some end a chunk and are not sampled: the
+        samples are fewer than the rows, so the forward's rows and not theirs are drafted for."""
+        batch, num = step.forward, len(step.sampling.rows)
+        assert batch.next_ids is not None, "a model that drafts is told what follows"
+        num_rows = batch.row_slots.shape[0]
+        size, num_sampled = self._bucket(num_rows), self._bucket(max(num, 1))
+        next_ids = torch.zeros_like(self._token_ids[size])
+        next_ids[:num_rows] = self._ring.upload_ints(batch.next_ids)
+        places = self._ring.upload_ints(batch.sample_rows).long()
+        next_ids[places] = self._token_ids[num_sampled][:num]
+        rows, every = self._decode_rows(size), self._counting[:size]
+        drafting.run_decode(size, next_ids.clamp_min(0), rows, self._kv_pool, every)
+        held = self._ring.draft_ids(max(num, 1))[:num]
+        held.copy_(drafting.draft_ids[size][places], non_blocking=True)
+        return lambda: held.numpy().copy()
 
     def _sample_edited(self, size: int) -> None:
         """With penalties or a bias: a request in many, so not captured."""

@@ -35,6 +35,8 @@ class Counters:
     sample_ms: float = 0.0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    # By drafter, then by a draft's place in its row: how many were verified, how many were right.
+    drafts_at: dict[str, list[list[int]]] = field(default_factory=dict)
     prefill_us_per_token: float = 0.0  # lately; 0: no prefill yet
     num_finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
@@ -52,10 +54,15 @@ class Counters:
         self.cached_tokens += cached
         self.admitted_tokens += cached + hit.to_compute
 
-    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """A row's drafts were verified."""
+    def note_drafts(self, drafter: str, num_drafts: int, num_accepted: int) -> None:
+        """A row's drafts were verified: those before the first wrong one were right."""
         self.draft_tokens += num_drafts
         self.accepted_draft_tokens += num_accepted
+        places = self.drafts_at.setdefault(drafter, [])
+        places += ([0, 0] for _ in range(num_drafts - len(places)))
+        for place in range(num_drafts):
+            places[place][0] += 1
+            places[place][1] += place < num_accepted
 
     def note_commit(
         self, result: StepResult, num_tokens: int, num_sampled: int, spent_ns: int
@@ -92,5 +99,9 @@ class Counters:
             "draft_tokens_accepted": self.accepted_draft_tokens,
             "prefill_us_per_token": self.prefill_us_per_token,
         }
+        for drafter, places in self.drafts_at.items():
+            for place, (num, num_accepted) in enumerate(places, 1):
+                totals[f"draft_tokens.{drafter}.{place}"] = num
+                totals[f"draft_tokens_accepted.{drafter}.{place}"] = num_accepted
         ended = {f"requests_{reason}": num for reason, num in self.num_finished.items()}
         return {name: float(value) for name, value in {**totals, **ended}.items()}

@@ -47,7 +47,7 @@ class Speculation:
         request, num_drafts = taken.request, len(taken.drafts)
         if num_drafts and taken.token_ids:
             num_accepted = len(taken.token_ids) - 1
-            self._counters.note_drafts(num_drafts, num_accepted)
+            self._counters.note_drafts(self._kind, num_drafts, num_accepted)
             if request.drafter is not None:
                 request.drafter.note(num_drafts, num_accepted)
         elif request.drafter is not None and len(request.drafts) and taken.token_ids:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from appliance.bench import BenchParams, run_bench
+from appliance.metrics import Metrics
+from engine.loop.counters import Counters
 from tests.fakes.appliance import RunningApp, says
 
 
@@ -61,6 +63,25 @@ def test_metrics_count_turns_tokens_and_misses(tmp_path: Path) -> None:
         assert lines["moorage_engine_up"] == "1.0" and "moorage_engine_num_pages" in lines
         name = 'moorage_http_requests_total{route="/v1/sessions/{session_id}/turns",status="200"}'
         assert lines[name] == "2.0"
+
+
+def test_metrics_show_drafts_by_drafter_and_place_and_not_once_more_as_gauges() -> None:
+    counters = Counters()
+    for num_drafts, num_accepted in ((3, 1), (2, 2), (1, 0)):
+        counters.note_drafts("ngram", num_drafts, num_accepted)
+    counters.note_drafts("mtp", 1, 1)
+    metrics = Metrics()
+    metrics.engine_stats.stats = counters.as_dict()
+    lines = dict(line.rsplit(" ", 1) for line in metrics.render().decode().splitlines())
+    verified = {"1": "3.0", "2": "2.0", "3": "1.0"}
+    accepted = {"1": "2.0", "2": "1.0", "3": "0.0"}
+    for place in verified:
+        labels = f'{{drafter="ngram",place="{place}"}}'
+        assert lines[f"moorage_draft_tokens_total{labels}"] == verified[place]
+        assert lines[f"moorage_draft_tokens_accepted_total{labels}"] == accepted[place]
+    assert lines['moorage_draft_tokens_accepted_total{drafter="mtp",place="1"}'] == "1.0"
+    assert lines["moorage_engine_draft_tokens"] == "7.0"
+    assert not any(name.startswith("moorage_engine_draft_tokens_ngram") for name in lines)
 
 
 @pytest.mark.parametrize("api", ["session", "chat", "completions"])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,6 +23,8 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.model_loading import load_model
 from engine.execution.model_runner import PagedModelRunner, build_model_runner
+from engine.execution.steps import Step
+from engine.sampling.params import RowSampling, SampleBatch
 from kvtiers.device_pool import DevicePool
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
 from tests.fakes.paged_driver import PagedDriver
@@ -197,6 +200,8 @@ def test_a_served_model_that_drafts_says_what_it_says_without(
     runner = build(_config(tiny, load_format="dummy"))
     drafted, stats = _talk(tmp_path / "mtp", runner, "mtp")
     assert stats["draft_tokens"] > 40
+    assert stats["draft_tokens.mtp.1"] == stats["draft_tokens"]
+    assert stats["draft_tokens_accepted.mtp.1"] == stats["draft_tokens_accepted"]
     assert 0 < stats["draft_tokens_accepted"] < stats["draft_tokens"]
     assert stats["owned_pages"] == stats["in_flight_pages"] == 0
     plain_config = replace(_config(tiny, load_format="dummy"), speculation="none")
@@ -228,3 +233,75 @@ def test_a_model_without_such_a_layer_is_refused_by_name(tmp_path: Path) -> None
     tiny = write_tiny_deepseek(tmp_path)
     with pytest.raises(ConfigError, match=r"engine\.speculation = 'mtp'.*no next-token-prediction"):
         build_model_runner(_config(tiny, load_format="dummy"))
+
+
+# Slot, position, token, the token behind it (-1: sampled in the step).
+_OneToken = tuple[int, int, int, int]
+
+
+def _one_token_step(rows: list[_OneToken], step_id: int) -> Step:
+    """Slot s has page 5 + s."""
+    slots, positions, tokens, behind = (list(column) for column in zip(*rows, strict=True))
+    sampled = [row for row, token in enumerate(behind) if token < 0]
+    num = len(rows)
+    table = torch.zeros(4, 17, dtype=torch.int32)
+    table[:, 0] = 5 + torch.arange(4)
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    return Step(
+        forward=ForwardBatch(
+            step_id=step_id,
+            input_ids=ints(tokens),
+            positions=ints(positions),
+            slot_mapping=ints([(5 + s) * 16 + p for s, p in zip(slots, positions, strict=True)]),
+            row_indptr=torch.arange(num + 1, dtype=torch.int32),
+            row_slots=ints(slots),
+            seq_lens=ints([position + 1 for position in positions]),
+            sample_rows=ints(sampled),
+            page_table=table,
+            page_copies=torch.empty((0, 3), dtype=torch.int32),
+            next_ids=ints(behind),
+        ),
+        page_deltas=np.array([[slot, 0, 5 + slot] for slot in slots], dtype=np.int32),
+        sampling=SampleBatch(
+            rows=[RowSampling() for _ in sampled],
+            slots=np.array([slots[row] for row in sampled], dtype=np.int64),
+            positions=np.zeros(len(sampled), dtype=np.int64),
+        ),
+    )
+
+
+def test_a_step_of_single_tokens_of_which_some_are_not_sampled_drafts_for_the_rows_it_ran(
+    tmp_path: Path,
+) -> None:
+    """A chunk may end one token long: its row is run and drafted for, for its KV, and gives none.
+    The samples then fill another padded size than the rows, where an older step's rows lie."""
+    tiny = write_tiny_deepseek(tmp_path / "tiny", num_nextn_predict_layers=1)
+    config = _config(tiny, load_format="dummy")
+    device, host = _device_runner(config), build_model_runner(config)
+    assert isinstance(host, PagedModelRunner)
+    device.kv_pool.zero_()
+    launcher = device.step_launcher()
+    steps: list[list[_OneToken]] = [
+        [(2, 0, 11, -1), (3, 0, 12, -1)],  # fills the size of two
+        [(0, 0, 20, -1), (1, 0, 21, 17), (2, 1, 22, -1)],  # three rows, two samples
+        [(1, 1, 17, 33), (3, 1, 23, 5)],  # no sample at all
+        [(0, 1, 24, -1), (1, 2, 33, -1), (2, 2, 25, 9), (3, 2, 5, -1)],
+    ]
+    for number, rows in enumerate(steps):
+        step = _one_token_step(rows, number)
+        with torch.no_grad():
+            result = launcher.launch(step)()
+        logits = host.forward(step.forward)
+        assert step.forward.next_ids is not None
+        next_ids = step.forward.next_ids.clone()
+        next_ids[step.forward.sample_rows.long()] = logits.argmax(dim=-1).int()
+        wanted = host.draft(step.forward, next_ids).tolist()
+        if wanted:
+            assert result.sampled is not None and result.sampled.drafts is not None
+            assert result.sampled.token_ids.tolist() == logits.argmax(dim=-1).tolist()
+            assert result.sampled.drafts.tolist() == wanted
+        # The drafting layer's KV too; the device's last page is the padding's.
+        torch.testing.assert_close(device.kv_pool[:-1], host.kv_pool, rtol=1e-5, atol=1e-5)

@@ -115,6 +115,10 @@ def test_every_kind_of_request_gets_what_it_gets_without_drafts(tmp_path: Path) 
     assert [place for place, token in enumerate(drafted["calls"].ids) if token == 1][0] == 0
     assert drafted["calls"].ids.count(1) == 3
     assert stats["draft_tokens"] > stats["draft_tokens_accepted"] > 100
+    for total in ("draft_tokens", "draft_tokens_accepted"):
+        by_place = [stats[f"{total}.ngram.{place}"] for place in range(1, 9)]
+        assert sum(by_place) == stats[total]
+        assert by_place == sorted(by_place, reverse=True), "a draft stands behind those before it"
     assert stats["owned_pages"] == stats["in_flight_pages"] == 0
     assert runner.drafted_steps and max(runner.drafted_steps) <= TOKENS_WITH_DRAFTS
 
