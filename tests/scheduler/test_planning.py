@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import _scheduler as cpp
-from tests.fakes.scheduler_sim import Harness, random_tokens
+from tests.fakes.scheduler_sim import Harness, Job, random_tokens
 
 
 def make_harness(overlap: bool = False, **options: object) -> Harness:
@@ -442,3 +442,33 @@ def test_an_illegal_event_fails_the_one_request_it_hits_with_both_names() -> Non
     harness.check()
     harness.run()
     assert other.outputs == harness.model.generate(other)
+
+
+def later_turns(harness: Harness, num: int, past: int, new: int, streams: int) -> list[Job]:
+    """`num` sessions whose next turn (`new` tokens behind `past` cached) comes at one moment,
+    beside running streams."""
+    prefixes = [random_tokens(random.Random(seed), past) for seed in range(num)]
+    for prefix in prefixes:
+        harness.submit(prefix, max_new=1)
+    harness.run()
+    for seed in range(streams):
+        harness.submit([7, seed], max_new=90)
+    harness.step()
+    rng = random.Random(99)
+    return [harness.submit(prefix + random_tokens(rng, new), max_new=1) for prefix in prefixes]
+
+
+def test_later_turns_that_come_together_are_computed_in_as_few_steps_as_the_budget_allows() -> None:
+    """The budget of a GPU, eight turns of 800 tokens: two steps of 4,096, not eight of 800; each
+    running stream gets its token in both."""
+    harness = make_harness(
+        page_size=16, num_pages=900, max_slots=16, max_context_len=2000, token_budget=4096
+    )
+    turns = later_turns(harness, 8, past=320, new=800, streams=4)
+    plans = []
+    while any(turn.ended is None for turn in turns):
+        plans.append(harness.step())
+    prefills = [plan.row_lens[plan.row_lens > 1].tolist() for plan in plans]
+    assert [sum(lens) for lens in prefills] == [4092, 8 * 800 - 4092]
+    assert prefills == [[800] * 5 + [92], [708, 800, 800]]
+    assert [int((plan.row_lens == 1).sum()) for plan in plans] == [4, 4]
