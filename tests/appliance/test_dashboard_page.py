@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,10 @@ def test_a_turn_is_cancelled_and_a_session_deleted_after_a_question(
     ) as reply:
         page.go(f"{app.url}/dashboard#session/{session_id}")
         page.click("#cancel")
+        runner, limit_s = app.asgi.state.context.turns.runner, time.monotonic() + 30
+        while not any(run.stop_cause for run in runner.runs()):
+            assert time.monotonic() < limit_s, "nobody cancelled the turn"
+            time.sleep(0.01)
         app.engine.resume()
         assert b"event: turn.cancelled" in reply.read()
     page.until("document.querySelector('main').innerText.includes('cancelled')")
