@@ -58,10 +58,10 @@ class HistoryRoom:
         services = self._services
         session = await services.store.get(session_id, tenant=tenant)
         session.check_alive(services.clock_ms())
-        if session_id in self._running:
-            raise ApiError("compaction_in_progress", "a compaction of this session runs already")
         items = _items_of(body)
         log = await services.store.read_log(session)
+        if session_id in self._running:  # began while the log was read
+            raise ApiError("compaction_in_progress", "a compaction of this session runs already")
         split = split_history(log, session.open_calls, keep_last_turns=body.keep_last_turns)
         if split is None:
             raise ApiError(
@@ -71,7 +71,7 @@ class HistoryRoom:
             )
         task = self._start(session, log, split, items, warm=body.warm)
         # A client that hangs up does not stop it: what it asked for happens.
-        return (await asyncio.shield(task)).wire()
+        return (await self._outcome(session_id, task)).wire()
 
     # Room for turns -----------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ class HistoryRoom:
                 return session
             running = self._start(session, log, split, None, warm=False)
         try:
-            await asyncio.shield(running)
+            await self._outcome(session.id, running)
         except ApiError as error:
             if error.code not in NO_SUMMARY:
                 raise
@@ -184,6 +184,22 @@ class HistoryRoom:
                 self._track(session.id, task)
         elif kind in ("session.closed", "session.expired") and session.id in self._running:
             self._running[session.id].cancel()
+
+    async def _outcome(self, session_id: str, task: asyncio.Task[Compacted]) -> Compacted:
+        """Wait for a compaction that goes on without us.
+
+        Raises: what it does; SessionNotFound, SessionExpired where the end of the session ended
+        it; ApiError draining where the end of this process did.
+        """
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            waiter = asyncio.current_task()
+            if not task.cancelled() or (waiter is not None and waiter.cancelling()):
+                raise
+        session = await self._services.store.get(session_id)
+        session.check_alive(self._services.clock_ms())
+        raise ApiError("draining", "the server stops: the session was not compacted")
 
     async def _compact_long(self, session: Session) -> Compacted:
         log = await self._services.store.read_log(session)

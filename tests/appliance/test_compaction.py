@@ -452,3 +452,55 @@ def test_events_tell_of_a_compaction(tmp_path: Path) -> None:
                 if event["type"] == "session.compacted":
                     break
         assert "session.compaction_started" in seen and "session.history_replaced" in seen
+
+
+def test_a_session_that_is_deleted_meanwhile_ends_its_compaction_as_not_found(
+    app: RunningApp,
+) -> None:
+    session_id = with_turns(app, 2)
+    num_before = len(app.engine.requests)
+    app.engine.pause()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        compaction = pool.submit(app.post, f"/v1/sessions/{session_id}/compact", {})
+        while len(app.engine.requests) == num_before:
+            time.sleep(0.01)
+        assert app.http.delete(f"/v1/sessions/{session_id}").status_code == 200
+        assert app.error(compaction.result())[:2] == (404, "session_not_found")
+    app.engine.resume()
+
+
+def test_a_turn_that_waits_for_room_ends_with_its_session(app: RunningApp) -> None:
+    context = {"max_tokens": 400, "on_overflow": "compact", "compact_at": 1.0}
+    session_id = app.session(context=context)
+    path = f"/v1/sessions/{session_id}"
+    app.engine.script = says("Hello there.")
+    while app.get(path).json()["num_tokens"] < 280:
+        app.turn(session_id, LONG, max_output_tokens=16)
+    app.engine.pause()
+    body = {"input": LONG * 2, "stream": True, "max_output_tokens": 16}
+    with app.http.stream("POST", f"{path}/turns", json=body) as reply:
+        events = sse_events(reply)
+        next(events)
+        with httpx.Client(base_url=app.url) as http:
+            assert http.delete(path).status_code == 200
+        last = list(events)[-1]
+    app.engine.resume()
+    assert last["type"] in ("turn.cancelled", "turn.failed"), last
+
+
+def test_of_two_compactions_at_once_one_is_told_so(app: RunningApp) -> None:
+    session_id = with_turns(app, 2)
+    num_before = len(app.engine.requests)
+    app.engine.pause()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        path = f"/v1/sessions/{session_id}/compact"
+        both = [pool.submit(app.post, path, {}) for _ in range(4)]
+        done, waits = concurrent.futures.wait(both, timeout=30, return_when="FIRST_COMPLETED")
+        while len(done) < 3:
+            more, waits = concurrent.futures.wait(waits, return_when="FIRST_COMPLETED")
+            done |= more
+        app.engine.resume()
+        assert {app.error(one.result())[:2] for one in done} == {(409, "compaction_in_progress")}
+        assert [one.result().status_code for one in waits] == [200]
+    asked = [r for r in app.engine.requests[num_before:] if SUMMARY_REQUEST in text_of(r.token_ids)]
+    assert len(asked) == 1
