@@ -24,7 +24,7 @@ struct MoveOrder {
   static constexpr std::size_t kMaxOrders = 256;  // the oldest gives way
   static constexpr std::int32_t kMaxStalls = 20;
   static constexpr TimeMs kAskAgainMs = 1000;  // the store, by another order for the same prefix
-  static constexpr TimeMs kRetryMs = 50;  // where nothing of it moves: nobody has room
+  static constexpr TimeMs kRetryMs = 50;  // where nothing of it moves, or what moves is lost
 
   MoveTarget target = MoveTarget::kNone;
   std::string salt;
@@ -36,6 +36,7 @@ struct MoveOrder {
   TimeMs not_before_ms = 0;
   std::int32_t best = -1;        // most tokens that were there
   std::int32_t num_stalls = 0;   // rounds without a better one
+  std::int64_t num_lost = 0;     // transfers of anybody that were lost till the last round
   MoveResult last;
 };
 

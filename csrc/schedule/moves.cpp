@@ -58,10 +58,7 @@ MoveResult Scheduler::move(TokenSpan tokens, MoveTarget target, const std::strin
   const auto same = std::ranges::find_if(orders_, [&](const auto& other) {
     return num_full > 0 && other.second.names.pages.back() == order.names.pages.back();
   });
-  if (same != orders_.end() && same->second.target == target) {
-    same->second.last = work_on(same->second);
-    return same->second.last;
-  }
+  if (same != orders_.end() && same->second.target == target) return same->second.last;
   if (same != orders_.end()) orders_.erase(same);  // the newest wish counts
   if (target == MoveTarget::kNone) {
     const Forgotten gone = forget(salt, tokens, 0);
@@ -266,7 +263,12 @@ bool Scheduler::is_over(MoveOrder& order, const MoveResult& result) const {
       reached += tiers_.is_in_l2(hash) ? config_.page_size : 0;
     }
   }
-  if (reached <= order.best) return ++order.num_stalls > MoveOrder::kMaxStalls;
+  const std::int64_t lost_before = std::exchange(order.num_lost, tiers_.num_lost());
+  if (reached <= order.best) {
+    // Whoever loses what it is given at once is not asked again at once.
+    if (order.num_lost > lost_before) order.not_before_ms = now_ms_ + MoveOrder::kRetryMs;
+    return ++order.num_stalls > MoveOrder::kMaxStalls;
+  }
   order.best = reached;
   order.num_stalls = 0;
   return false;

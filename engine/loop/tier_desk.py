@@ -22,6 +22,7 @@ from engine.transport import unpack_ids
 
 TIERS = ("l1", "l2", "l3", "none")
 MOVE_ANSWER_MS = 30_000
+MOVE_STUCK_MS = 3_000  # no page nearer for so long: the answer says how far it is
 LOOK_EVERY_MS = 100
 MAX_TIMEOUT_MS = 600_000
 MAX_VERIFIED_PAGES = 1 << 20
@@ -39,6 +40,8 @@ class _Move:
     deadline_ms: int
     look_at_ms: int
     acks_seen: int
+    least_pending: int = 1 << 62
+    stuck_at_ms: int = 0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -143,7 +146,10 @@ class TierDesk:
             )
             self._outbox.reply(move.peer, refusal)
             return True
-        if num_pending and now_ms < move.deadline_ms:
+        if num_pending < move.least_pending:
+            move.least_pending = num_pending
+            move.stuck_at_ms = min(move.deadline_ms, now_ms + MOVE_STUCK_MS)
+        if num_pending and now_ms < move.stuck_at_ms:
             return False
         self._outbox.reply(
             move.peer,

@@ -21,6 +21,7 @@ import pytest
 from engine import api
 from engine.client import EngineClient
 from engine.config import TiersConfig
+from engine.loop import tier_desk
 from engine.loop.heart import Keeper
 from engine.transport import pack_ids
 from kvtiers.breaker import BreakerLimits, BreakerStore
@@ -194,6 +195,27 @@ def test_a_slow_store_keeps_no_tail_without_its_head_and_loses_nothing_of_a_susp
         serve(engine, work)
     finally:
         store.gate.set()
+
+
+def test_a_move_to_a_store_that_takes_nothing_is_answered_and_keeps_no_engine_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_desk, "MOVE_STUCK_MS", 500)
+    store = make_store()
+    store.state = StoreState.DOWN
+    prompt = PROMPTS[0]
+
+    async def work(client: EngineClient) -> None:
+        await ask(client, "a", prompt, 1)
+        moved = await client.move_prefix(pack_ids(prompt), "l3")
+        assert moved.cache == api.CacheHit(l1=32, to_compute=1) and moved.num_pending == 8
+        # Some tries in half a second (20 a second at most, then two a look), not tens of thousands.
+        assert (await client.stats())["store_lost"] <= 8 * 60
+        store.state = StoreState.UP
+        moved = await client.move_prefix(pack_ids(prompt), "l3")
+        assert moved.cache == api.CacheHit(l3=32, to_compute=1)
+
+    serve(LiveEngine(str(tmp_path), make_runner(), tiers=TIERS, store=store), work)
 
 
 @pytest.mark.parametrize("where", ["bodies", "headers"])

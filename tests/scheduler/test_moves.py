@@ -127,6 +127,23 @@ def test_a_store_that_loses_pages_is_tried_again_and_given_up_in_the_end() -> No
     assert hit(harness, other.prompt) == (20, 0, 0), "nothing is let go of that was not stored"
 
 
+def test_a_store_that_loses_what_it_is_given_at_once_is_not_asked_again_at_once() -> None:
+    harness = make()
+    assert harness.mover is not None
+    carry_out = harness.mover.carry_out
+    harness.mover.carry_out = (  # type: ignore[method-assign]
+        lambda move, name: move[1] != 3 and carry_out(move, name)
+    )
+    job = finish(harness, 20)
+    before = harness.mover.num_by_kind[3]
+    for _ in range(100):  # each millisecond, as somebody who waits for it
+        harness.scheduler.move(ids(job.prompt), "l3")
+        settle(harness, steps=2, ms=0)
+        harness.now_ms += 1
+    assert harness.mover.num_by_kind[3] - before <= 5 * 5, "some rounds of five pages in 100 ms"
+    assert sum(hit(harness, job.prompt)) == 20
+
+
 @pytest.mark.parametrize("num_l2_pages", [3, 6, 10])
 def test_what_waits_for_a_slow_store_is_not_lost_to_others_meanwhile(num_l2_pages: int) -> None:
     harness = make(num_l2_pages=num_l2_pages, num_pages=60)
@@ -139,7 +156,7 @@ def test_what_waits_for_a_slow_store_is_not_lost_to_others_meanwhile(num_l2_page
     harness.mover.carry_out = slow  # type: ignore[method-assign]
     job = finish(harness, 20)
     harness.scheduler.move(ids(job.prompt), "l3")
-    for base in (100, 200, 300):  # a store's queue is full: what it lets go of, L2 may give to others
+    for base in (100, 200, 300):  # what a full queue of stores lets go of, L2 may give to others
         finish(harness, 20, base=base)
     assert sum(hit(harness, job.prompt)) == 20
     takes[0] = True
