@@ -56,6 +56,10 @@ class TurnEnding:
         """Why the end of a turn that is over is not stored yet; None where nothing is known."""
         return self._in_trouble.get(turn_id)
 
+    def owes(self, turn_id: str) -> bool:
+        """Whether a turn is over whose end the store has not taken yet."""
+        return turn_id in self._owed
+
     async def finish(self, run: TurnRun) -> None:
         """Commit what the run made, or keep its failure; then send the terminal event."""
         record = turn_record.conclude(run, self._clock_ms())

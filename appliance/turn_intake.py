@@ -21,8 +21,15 @@ from appliance.text_limits import off_loop
 from appliance.turn_preparation import Ask, build_run, prepare_turn, waiting_turn
 from appliance.turn_queue import TurnQueue, WaitingTurn
 from appliance.turn_runner import TurnRunner
-from sessions.errors import RevisionConflict, SessionError, TurnInProgress, VersionConflict
+from sessions.errors import (
+    RevisionConflict,
+    SessionError,
+    StoreUnavailable,
+    TurnInProgress,
+    VersionConflict,
+)
 from sessions.session import Session
+from sessions.store import TurnClaim
 from sessions.token_codec import count
 from sessions.turn_log import PendingTurn, TurnLog
 
@@ -39,9 +46,14 @@ class TurnIntake:
         self._room = room
         self._runner = runner
         self._cancel = cancel
+        self._beginning: set[str] = set()
         self.queue = TurnQueue(
             services.store, services.clock_ms, self._begin_waiting, runner.wait_idle
         )
+
+    def is_beginning(self, turn_id: str) -> bool:
+        """Whether this turn may be in the store already, and will run or wait here at once."""
+        return turn_id in self._beginning
 
     async def start(self, ask: Ask) -> str:
         """Accept a turn, or find the one that its idempotency key names; return its id.
@@ -128,15 +140,17 @@ class TurnIntake:
         expect_revision = session.revision if ask.body.expect_revision is not None else None
         claimed = session.begin_turn(pending, now_ms, expect_revision=expect_revision)
         journals = self._services.journals
-        claiming = asyncio.ensure_future(self._services.store.begin_turn(claimed, pending))
-        await asyncio.sleep(0)  # the store has it: what follows is done while a disk writes
-        events = waiting.events if waiting is not None else journals.create(session.id, pending.id)
+        self._beginning.add(pending.id)
         is_begun = False
         try:
+            claiming = asyncio.ensure_future(self._claim(claimed, pending))
+            await asyncio.sleep(0)  # the store has it: what follows is done while a disk writes
+            events = waiting.events if waiting else journals.create(session.id, pending.id)
             run = build_run(self._services, claimed, log, pending, events)
             claim = await claiming
             is_begun = claim.created
         finally:
+            self._beginning.discard(pending.id)
             if not is_begun and waiting is None:
                 journals.drop(pending.id)
         if not is_begun:
@@ -147,6 +161,21 @@ class TurnIntake:
         self._runner.launch(run, ask.received_s)
         await asyncio.sleep(0)  # the engine has it, before an answer to the client is put together
         return claim.turn_id
+
+    async def _claim(self, claimed: Session, pending: PendingTurn) -> TurnClaim:
+        """Begin a turn in the store, be it that the store's answer is lost.
+
+        Where the store does not answer at all, it may still have the turn: it is found later as one
+        that has no process.
+        """
+        store = self._services.store
+        try:
+            return await store.begin_turn(claimed, pending)
+        except StoreUnavailable:
+            session = await store.get(pending.session_id)
+            if session.current_turn != pending.id:
+                raise
+            return TurnClaim(created=True, turn_id=pending.id, session=session)
 
     async def _prepare(
         self, session: Session, log: TurnLog, ask: Ask, now_ms: int, turn_id: str | None
@@ -196,10 +225,14 @@ class TurnIntake:
         services = self._services
         self.queue.check_room(session.id)
         pending = waiting_turn(services, session, ask, services.clock_ms())
-        turn_id = await services.store.queue_turn(pending)
-        if turn_id == pending.id:
-            events = services.journals.create(session.id, pending.id)
-            self.queue.add(WaitingTurn(Ask.of_waiting(pending), pending, events))
+        self._beginning.add(pending.id)
+        try:
+            turn_id = await services.store.queue_turn(pending)
+            if turn_id == pending.id:
+                events = services.journals.create(session.id, pending.id)
+                self.queue.add(WaitingTurn(Ask.of_waiting(pending), pending, events))
+        finally:
+            self._beginning.discard(pending.id)
         return turn_id
 
     async def _begin_waiting(self, waiting: WaitingTurn) -> None:

@@ -44,6 +44,7 @@ class TurnTakeover:
         self._turns = turns
         self._beat_every_s = beat_every_s
         self._alive_ms = alive_ms
+        self._strays: frozenset[str] = frozenset()  # at the last look
 
     async def recover(self) -> int:
         """Take up the turns that an earlier life of this API process left; returns how many.
@@ -70,6 +71,7 @@ class TurnTakeover:
                 await self._beat()
                 if not stood_still:
                     await self.adopt_orphans()
+                await self.adopt_strays()
             except SessionError as error:
                 logger.warning("turns of other processes not looked at: %s", error)
 
@@ -89,6 +91,27 @@ class TurnTakeover:
             await self._take_up_guarded(turn)
             num_adopted += 1
         return num_adopted
+
+    async def adopt_strays(self) -> int:
+        """Take up turns of this process that it does not know of; returns how many.
+
+        The store took them, and its answer was lost, or came too late. A turn that began or ended
+        while the store was read looks like one: only who is found so twice is one.
+        """
+        services, turns = self._services, self._turns
+        stored = (
+            *await services.store.pending_turns(owner=services.owner),
+            *await services.store.queued_turns(owner=services.owner),
+        )
+        strays = {turn.id: turn for turn in stored if not turns.is_here(turn.id)}
+        known, self._strays = self._strays, frozenset(strays)
+        found = [strays[turn_id] for turn_id in strays if turn_id in known]
+        if turns.is_draining:
+            return 0
+        for turn in found:
+            logger.warning("a turn that nobody runs is taken up", extra={"turn_id": turn.id})
+            await self._take_up_guarded(turn)
+        return len(found)
 
     async def _beat(self) -> None:
         until_ms = self._services.clock_ms() + self._alive_ms

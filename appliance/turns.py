@@ -49,6 +49,15 @@ class TurnService:
     def num_running(self) -> int:
         return self.runner.num_running
 
+    def is_here(self, turn_id: str) -> bool:
+        """Whether a turn begins, waits, runs or is yet to be ended in this process."""
+        return (
+            self._intake.is_beginning(turn_id)
+            or self.queue.find_turn(turn_id) is not None
+            or self.runner.find(turn_id) is not None
+            or self.runner.ending.owes(turn_id)
+        )
+
     async def start(self, ask: Ask) -> str:
         """Accept a turn, or find the one that its idempotency key names; return its id.
 
