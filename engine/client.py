@@ -2,9 +2,10 @@
 """EngineClient: the API process's side of the engine, many requests over one socket.
 
 It hides the death of an engine process: when another instance answers, every request in flight is
-sent again with what it had produced (`resume_token_ids`), and its stream goes on where it was. A
-slow reader costs nobody anything: what it has not read is kept once, as ids, never as a queue of
-messages. Does not know: sessions, HTTP, text, torch.
+sent again with what it had produced (`resume_token_ids`), and its stream goes on where it was. One
+that an engine on its way out refuses waits for the next in the same way. A slow reader costs nobody
+anything: what it has not read is kept once, as ids, never as a queue of messages. Does not
+know: sessions, HTTP, text, torch.
 
     EngineClient     the public face; answers of the engine are routed to
     OutputStream     what one request has produced and how far its reader is (client_streams.py)
@@ -437,6 +438,8 @@ class EngineClient:
             # The answer to a question that was asked before the last resubmission is void.
             if time.monotonic() - stream.submitted_s > self._reconcile_s:
                 self._resubmit(stream)
+        elif _is_leaving(message) and stream.request is not None:
+            stream.awaits_engine = True  # as what this one leaves unfinished does
         elif not stream.feed(message):  # tokens are missing before this message
             self._send(stream.catch_up())
 
@@ -499,7 +502,8 @@ class EngineClient:
                 )
             elif self.is_ready:
                 for stream in list(self._streams.values()):
-                    if not stream.is_finished and now_s - stream.touched_s > self._reconcile_s:
+                    is_silent = now_s - stream.touched_s > self._reconcile_s
+                    if is_silent and not stream.is_finished and not stream.awaits_engine:
                         self._send(stream.catch_up())
 
     def _forgive(self, late_s: float, now_s: float) -> None:
@@ -510,3 +514,8 @@ class EngineClient:
     def _fail_everything(self, code: str, text: str) -> None:
         for stream in list(self._streams.values()):
             stream.fail(code, text)
+
+
+def _is_leaving(message: StreamItem) -> bool:
+    """The engine takes no new request, as it is about to end."""
+    return isinstance(message, api.Finished) and message.error_code == "engine_draining"

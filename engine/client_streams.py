@@ -53,6 +53,7 @@ class OutputStream:
         self._pace = pace
         self.request = request
         self.num_resubmits = 0
+        self.awaits_engine = False  # the one that runs takes no new requests
         self.touched_s = 0.0
         self.submitted_s = time.monotonic()
         self._base = base  # output tokens before the first one held here
@@ -127,6 +128,7 @@ class OutputStream:
     def resume_request(self) -> api.GenerateRequest:
         """The request as another engine must be given it: with what it has produced."""
         assert self.request is not None
+        self.awaits_engine = False
         self.touch()
         self.submitted_s = self.touched_s
         return msgspec.structs.replace(

@@ -554,21 +554,43 @@ def test_frames_with_random_damage_do_not_end_the_engine(tmp_path: Path, seed: i
     serve(LiveEngine(str(tmp_path), make_runner()), work)
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(tmp_path: Path) -> None:
-    runner = make_runner(step_s=0.002)
-    engine = LiveEngine(str(tmp_path), runner)
+def test_draining_finishes_what_runs_and_leaves_what_comes_to_the_next_engine(
+    tmp_path: Path,
+) -> None:
+    engine = LiveEngine(str(tmp_path), make_runner(step_s=0.002))
+    late_request = make_request("late", prompt_of(2, 4), 4)
+
+    async def refused() -> api.Finished:
+        """How this engine answers whoever asks it for something new."""
+        context = zmq.Context()
+        asking = context.socket(zmq.DEALER)
+        asking.connect(endpoint(engine.socket_path))
+        asking.send(encode_input(msgspec.structs.replace(late_request, request_id="raw")))
+        while True:
+            assert await asyncio.to_thread(asking.poll, 10_000), "the engine answers"
+            for message in decode_outputs(asking.recv()):
+                if isinstance(message, api.Finished):
+                    context.destroy(linger=0)
+                    return message
 
     async def work(client: EngineClient) -> None:
         stream = client.generate(
             make_request("running", prompt_of(1, 4), 50, sampling={"ignore_eos": True})
         )
-        started = await anext(stream)
-        assert isinstance(started, api.Started)
-        engine.server.stop(20.0)
-        late = await run(client, make_request("late", prompt_of(2, 4), 4))
-        assert late.finished is not None and late.finished.error_code == "engine_draining"
+        assert isinstance(await anext(stream), api.Started)
+        engine.server._desk.drain()  # as `stop` does first
+        late = asyncio.create_task(run(client, late_request))
+        await asyncio.sleep(0)  # it is sent, and read before what follows
+        assert (await refused()).error_code == "engine_draining"
+        await asyncio.to_thread(engine.stop, 20.0)
         result = await asyncio.wait_for(Collected().read(stream), 20)
         assert len(result.ids) == 50
+        assert not late.done()
+        with LiveEngine(str(tmp_path), make_runner()):
+            answer = await asyncio.wait_for(late, 20)
+            want = await run(client, msgspec.structs.replace(late_request, request_id="again"))
+        assert answer.finished is not None and answer.finished.error_code is None
+        assert answer.ids == want.ids
 
     serve(engine, work)
 
