@@ -77,6 +77,8 @@ class TiersConfig:
     """What the file store may take on disk, least valuable pages dropped first; bytes."""
     l3_wait_ms: int = 500
     """How long a request waits to hear what L3 has of its prompt; 0: not at all; milliseconds."""
+    overlap_loads: bool = False
+    """A prompt's new tokens are computed while its pages still come from L2, layer by layer."""
     mooncake_master: str = ""
     """host:port of a Mooncake master that others run; empty: a private one on this machine."""
     mooncake_protocol: str = "tcp"

@@ -9,6 +9,7 @@ may still be on its way, so that a link has its next batch before it is done wit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -18,10 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.ops.page_copy import move_pages
+from kvtiers.layered_load import PIECE_BYTES, Fence, LayeredLoad, layer_groups
 
 Body = NDArray[np.uint8]  # [page_bytes], contiguous
 Bodies = Sequence[Body]
 Wait = Callable[[], None]
+
+PAGES_A_CALL = 32  # of the first layers; looking at them takes as long as copying a few
 
 
 class DeviceMemory(Protocol):
@@ -38,6 +42,15 @@ class DeviceMemory(Protocol):
         costs the link nothing while the one before it is copied.
 
         Returns what waits until all bytes are there, for every stream to see; None: they are.
+        Where it raises, and where `pages` does, nothing of the call is under way.
+        """
+        ...
+
+    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+        """Copy pages in, the first layers of all of them before the next; `load` is told how far
+        they are. Returns when all bytes are there. A page is its layers one after the other, all
+        of a length.
+
         Where it raises, and where `pages` does, nothing of the call is under way.
         """
         ...
@@ -78,6 +91,19 @@ class HostMemory:
             np.copyto(self._pages[page], body)
         return None
 
+    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+        """One memcpy a page and layer."""
+        layer_bytes = self._pages.shape[1] // load.num_layers
+        drawn: Iterable[tuple[int, Body]] = pages
+        for layer in range(load.num_layers):
+            piece = slice(layer * layer_bytes, (layer + 1) * layer_bytes)
+            copied = []
+            for page, body in drawn:
+                np.copyto(self._pages[page, piece], body[piece])
+                copied.append((page, body))
+            drawn = copied
+            load.arrived(layer + 1, None)
+
 
 class Lane(Protocol):
     """Where copies of a device run beside its compute stream, in order. One thread."""
@@ -88,6 +114,10 @@ class Lane(Protocol):
 
     def mark(self) -> Wait:
         """What waits until all that was queued so far is done."""
+        ...
+
+    def fence(self) -> Fence:
+        """What makes the current stream go on only behind all that was queued so far."""
         ...
 
     def finish(self) -> None:
@@ -109,6 +139,11 @@ class CudaLane:
         event.record(self._stream)
         wait: Wait = event.synchronize
         return wait
+
+    def fence(self) -> Fence:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return lambda: torch.cuda.current_stream(self._stream.device).wait_event(event)
 
     def finish(self) -> None:
         self.mark()()
@@ -156,6 +191,36 @@ class CopiedMemory:
             raise
         return self._lane.mark()
 
+    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+        """Asynchronous copies of some layers each, one call for those of many pages."""
+        layer_bytes = self._pages.shape[1] // load.num_layers
+        groups = layer_groups(load.num_layers, layer_bytes, PIECE_BYTES)
+        sizes = [(group.stop - group.start) * layer_bytes for group in groups]
+        pieces: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in groups]
+        with _finished(self._lane):
+            drawn = iter(pages)
+            # Pages are looked at as they are drawn: some at a time, so that the link need not wait.
+            while some := list(itertools.islice(drawn, PAGES_A_CALL)):
+                for page, body in some:
+                    targets = torch.split(self._pages[page], sizes)
+                    sources = torch.split(torch.from_numpy(body), sizes)
+                    for (into, out_of), target, source in zip(
+                        pieces, targets, sources, strict=True
+                    ):
+                        into.append(target)
+                        out_of.append(source)
+                _copy_all(pieces[0][0][-len(some) :], pieces[0][1][-len(some) :])
+            load.arrived(groups[0].stop, self._lane.fence())
+            for group, (into, out_of) in zip(groups[1:], pieces[1:], strict=True):
+                _copy_all(into, out_of)
+                load.arrived(group.stop, self._lane.fence())
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Asynchronous copies in one call, without the interpreter's lock."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
 
 class GatheredMemory:
     """L1 on a GPU, moved by one kernel a batch, which reads and writes L2 at its own address.
@@ -183,6 +248,11 @@ class GatheredMemory:
         drawn = list(pages)
         self._move([page for page, _ in drawn], [body for _, body in drawn], is_out=False)
         return None
+
+    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+        """All layers at once."""
+        self.write(pages)
+        load.arrived(load.num_layers, None)
 
     def _move(self, pages: Sequence[int], bodies: Bodies, *, is_out: bool) -> None:
         if not pages:

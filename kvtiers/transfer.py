@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from kvtiers.device_memory import Body, DeviceMemory, Wait
 from kvtiers.host_pool import HostPool
+from kvtiers.layered_load import LayeredLoad
 from kvtiers.store import Store
 from kvtiers.transfer_line import StoreLine
 from kvtiers.transfer_queues import Move, MoveKind, MoveQueue, OldestFirst
@@ -136,6 +137,12 @@ class TransferEngine:
             some = [move for move in moves if move.kind is kind]
             if some:
                 self._give_way(kind, self._queues[kind].put(some))
+
+    def load_layers(self, moves: Sequence[Move], load: LayeredLoad) -> None:
+        """Queue load-backs before all others, for a step that reads each layer as it comes."""
+        if not self._copies.call(lambda: self._load_layers(moves, load)):
+            load.end()
+            self._ack(moves, [False] * len(moves))
 
     def take_acks(self) -> list[Ack]:
         """Tickets that are over and were not taken yet."""
@@ -298,6 +305,20 @@ class TransferEngine:
         if not all(oks):
             logger.warning("%d pages of L2 are damaged; computed anew", oks.count(False))
         return oks, wait
+
+    def _load_layers(self, moves: Sequence[Move], load: LayeredLoad) -> None:
+        start_s, oks = time.perf_counter(), list[bool]()
+        try:
+            self._device.write_layers(self._good_pages(moves, oks), load)
+        except Exception:
+            logger.exception("%d moves failed: load_back, by layers", len(moves))
+            oks = [False] * len(moves)
+        finally:
+            load.end()  # whoever waits goes on; what it read counts only with these acks
+        seconds = time.perf_counter() - start_s
+        self.rates.note(MoveKind.LOAD_BACK, oks, sum(oks) * self._pool.shape.page_bytes, seconds)
+        self.rates.note_layered(sum(oks))
+        self._ack(moves, oks)
 
     def _good_pages(self, moves: Sequence[Move], oks: list[bool]) -> Iterator[tuple[int, Body]]:
         """Targets and bytes of the moves whose source is sound, each looked at when it is drawn;

@@ -96,11 +96,14 @@ class MoveQueue:
         with self._changed:
             return choose()
 
-    def call(self, work: Callable[[], None]) -> None:
-        """Run `work` on the thread, before any move."""
+    def call(self, work: Callable[[], None]) -> bool:
+        """Run `work` on the thread, before any move; False: it will not, the queue is closed."""
         with self._changed:
+            if self._is_closed:
+                return False
             self._calls.append(work)
             self._changed.notify_all()
+            return True
 
     def take(
         self, most: Mapping[MoveKind, int], *, waits: bool = True

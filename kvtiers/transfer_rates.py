@@ -32,6 +32,7 @@ class Rates:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals = {kind: _Totals() for kind in MoveKind}
+        self._num_layered_pages = 0
 
     def note(self, kind: MoveKind, oks: Sequence[bool], num_bytes: int, seconds: float) -> None:
         """A batch was carried out."""
@@ -45,6 +46,11 @@ class Rates:
                 now = num_bytes / seconds
                 before = totals.bytes_per_s or now
                 totals.bytes_per_s = before + SMOOTHING * (now - before)
+
+    def note_layered(self, num_pages: int) -> None:
+        """So many of the pages that were noted came layer by layer."""
+        with self._lock:
+            self._num_layered_pages += num_pages
 
     def note_dropped(self, kind: MoveKind, num_moves: int) -> None:
         """Moves that a full queue let go of."""
@@ -70,4 +76,5 @@ class Rates:
                 named[f"{name}_bytes"] = float(totals.num_bytes)
                 named[f"{name}_seconds"] = totals.seconds
                 named[f"{name}_bytes_per_s"] = totals.bytes_per_s
+            named["load_back_layered_pages"] = float(self._num_layered_pages)
             return named

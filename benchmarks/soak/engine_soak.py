@@ -2,9 +2,11 @@
 """Random loads on the live engine, everything on at once, around a model whose KV is token ids.
 
     python -m benchmarks.soak.engine_soak [--minutes 10] [--seed 0] [--runs N] [--dump DIR]
+                                          [--overlap-loads]
 
 A run draws an engine (pools, slots, L2, a store that is slow, loses, damages or hangs, drafts,
-late steps and copies, restarts over the same L2 and store) and talks to it: turns that branch
+late steps and copies, steps that read pages as they come, loads that fail then, restarts over the
+same L2 and store) and talks to it: turns that branch
 from shared stems, with grammars, penalties, logprobs, priorities, aborts, readers that leave and
 come back, moves, leases, hints, rollbacks between them. Checked: every token, ending and logprob
 against a plain loop; no transfer meets a step or another transfer (`FlightWatch`), whether or not
@@ -61,6 +63,7 @@ from tests.fakes.scripted_runner import (
 )
 
 VOCAB = 130
+NUM_LAYERS = 3
 RUN_LIMIT_S = 120.0
 GRAMMARS = [
     api.GrammarSpec(kind=api.GrammarKind.REGEX, text=text)
@@ -90,7 +93,7 @@ def remembered(script: Script, nan_one_in: int) -> Script:
 class Setting:
     """What one run's engines are, drawn from its seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, overlap_loads: bool) -> None:
         rng = random.Random(seed)
         self.seed = seed
         self.page_size = rng.choice([2, 4, 4, 8])
@@ -119,6 +122,8 @@ class Setting:
         self.num_talks = rng.randrange(15, 30) if self.is_crowded else rng.randrange(3, 14)
         self.most_turns = 2 if self.is_crowded else 5
         self.most_stem = 24 if self.is_crowded else 40
+        self.overlap_loads = rng.random() < 0.5 or overlap_loads
+        self.load_fails_one_in = rng.choice([0, 0, 6])
 
     @property
     def excused(self) -> set[str]:
@@ -134,14 +139,14 @@ class Setting:
 class Run:
     """One seeded run. Times are the machine's own, so a seed repeats the load, not its order."""
 
-    def __init__(self, seed: int, directory: Path) -> None:
-        self.setting = setting = Setting(seed)
+    def __init__(self, seed: int, directory: Path, overlap_loads: bool) -> None:
+        self.setting = setting = Setting(seed, overlap_loads)
         self.directory = directory
         script = repeating_script(VOCAB) if setting.repeats else hashed_script(VOCAB)
         self.script = remembered(script, setting.nan_one_in)
         self.vocabulary = byte_vocabulary(VOCAB)
         self.plain = PlainLoop(self.script, self.vocabulary, VOCAB, setting.max_context_len)
-        self.layout = ScriptedLayout(setting.page_size)
+        self.layout = ScriptedLayout(setting.page_size, NUM_LAYERS)
         self.l2_fd = make_region_fd()
         self.memory_store = MemoryStore(self.layout.fingerprint())
         self.store = self._make_store()
@@ -152,6 +157,7 @@ class Run:
         self.asked: list[dict[str, Any]] = []
         self.num_tokens = 0
         self.num_lower_tokens = 0
+        self.runners: list[HarshRunner] = []
         self.engine = self._make_engine()
 
     def _make_store(self) -> Store | None:
@@ -194,6 +200,7 @@ class Run:
             num_pages=setting.num_pages,
             max_slots=setting.max_slots,
             max_context_len=setting.max_context_len,
+            num_layers=NUM_LAYERS,
         )
         kind = LateRunner if setting.is_late else HarshRunner
         runner = kind(
@@ -203,6 +210,7 @@ class Run:
             **sizes,
         )
         runner.bad_steps = set(setting.failing_steps)
+        self.runners.append(runner)
         return runner
 
     def _make_engine(self) -> LiveEngine:
@@ -217,7 +225,13 @@ class Run:
             plane = server._tiers._plane
             if plane is not None:
                 delays = Delays(setting.seed + 2, setting.copy_delays)
-                memory = LaggingMemory(plane.transfers._device, delays)
+                odds = random.Random(setting.seed + 4)
+                one_in = setting.load_fails_one_in
+
+                def fails() -> bool:
+                    return one_in > 0 and odds.randrange(one_in) == 0
+
+                memory = LaggingMemory(plane.transfers._device, delays, fails)
                 plane.transfers._device = memory
 
         return LiveEngine(
@@ -229,7 +243,9 @@ class Run:
             keep_outputs_bytes=setting.keep_outputs_bytes,
             vocabulary=self.vocabulary,
             tiers=TiersConfig(
-                l2_bytes=shape.num_bytes + 4096 if num else 0, l3_wait_ms=setting.l3_wait_ms
+                l2_bytes=shape.num_bytes + 4096 if num else 0,
+                l3_wait_ms=setting.l3_wait_ms,
+                overlap_loads=setting.overlap_loads,
             ),
             speculation=setting.speculation,
             keeper=Keeper(l2_fd=self.l2_fd),
@@ -499,14 +515,16 @@ def ids_of(rng: random.Random, num: int) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(num)]
 
 
-def soak(seeds: Callable[[], int | None], dump_dir: Path | None) -> dict[str, Any]:
+def soak(
+    seeds: Callable[[], int | None], dump_dir: Path | None, *, overlap_loads: bool = False
+) -> dict[str, Any]:
     """Run until there are no more seeds. The result has what was done, and which seeds broke."""
     start_s = said_s = time.monotonic()
-    totals = {"runs": 0, "tokens": 0, "tokens_from_l2_l3": 0, "steps": 0}
+    totals = {"runs": 0, "tokens": 0, "tokens_from_l2_l3": 0, "steps": 0, "loading_steps": 0}
     broken: list[int] = []
     while (seed := seeds()) is not None:
         with tempfile.TemporaryDirectory() as directory:
-            run = Run(seed, Path(directory))
+            run = Run(seed, Path(directory), overlap_loads)
             try:
                 run.run()
             except BaseException as error:
@@ -522,6 +540,7 @@ def soak(seeds: Callable[[], int | None], dump_dir: Path | None) -> dict[str, An
         totals["tokens"] += run.num_tokens
         totals["tokens_from_l2_l3"] += run.num_lower_tokens
         totals["steps"] += sum(watch.num_steps for watch in run.watches)
+        totals["loading_steps"] += sum(runner.num_loading_steps for runner in run.runners)
         if time.monotonic() - said_s > 60:
             said_s = time.monotonic()
             print(json.dumps(totals), flush=True)
@@ -535,11 +554,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int, default=1 << 40, help="at most so many")
     parser.add_argument("--dump", type=Path, help="where to write what led to a failure")
+    parser.add_argument(
+        "--overlap-loads", action="store_true", help="in every run, not in each second one"
+    )
     asked = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
     end_s = time.monotonic() + asked.minutes * 60
     numbers = iter(range(asked.seed, asked.seed + asked.runs))
-    result = soak(lambda: next(numbers, None) if time.monotonic() < end_s else None, asked.dump)
+    result = soak(
+        lambda: next(numbers, None) if time.monotonic() < end_s else None,
+        asked.dump,
+        overlap_loads=asked.overlap_loads,
+    )
     print(json.dumps(result), flush=True)
     return 1 if result["broken"] else 0
 

@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from kvtiers.layered_load import LayeredLoad
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
@@ -29,6 +31,8 @@ class ForwardBatch:
     page_copies: torch.Tensor  # [C, 3] (source page, target page, tokens), done before the forward
     # [T] the token behind each; -1: what its row samples in this step. None: nobody drafts.
     next_ids: torch.Tensor | None = None
+    # Pages that rows read are still on their way: a layer of them is read behind its `wait`.
+    loads: tuple[LayeredLoad, ...] = ()
 
 
 class ModelRunner(Protocol):

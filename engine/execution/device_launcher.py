@@ -222,6 +222,8 @@ class DeviceLauncher:
         is_longer = lens != 1
         self._mixed_rows = None
         if not bool(is_longer.any()):
+            for load in batch.loads:  # a graph waits for nothing inside
+                load.wait_all()
             size = self._bucket(num_rows)
             self._fill_decode(batch, size, num_rows)
             self._graphs.run(("forward", size), partial(self._decode, size))
@@ -314,6 +316,7 @@ class DeviceLauncher:
                 batch.row_indptr[: num_prefill + 1],
                 batch.seq_lens[:num_prefill],
             ),
+            loads=batch.loads,
         )
         self._mixed_rows = (rows, sampled)
         ids = self._resolve(ids, token_slots)

@@ -109,6 +109,7 @@ class PagedModelRunner:
             page_size=self.page_size,
             num_prefill_rows=num_prefill_rows,
             num_prefill_tokens=int(batch.row_indptr[num_prefill_rows]),
+            loads=batch.loads,
         )
 
     def warm_up(self) -> None:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from _scheduler import Plan
 from engine.execution.batch import ForwardBatch
+from kvtiers.layered_load import LayeredLoad
 
 Ints = NDArray[np.int32]
 
@@ -88,7 +89,11 @@ class BatchBuilder:
             self._kept.append(np.array(plan.page_deltas, dtype=np.int32))
 
     def build(
-        self, plan: Plan, rows: ModelRows | None = None, behind: Sequence[int] | None = None
+        self,
+        plan: Plan,
+        rows: ModelRows | None = None,
+        behind: Sequence[int] | None = None,
+        loads: Sequence[LayeredLoad] = (),
     ) -> tuple[ForwardBatch, NDArray[np.int32]]:
         """The tensors of `plan`, and page table deltas [D, 3] (slot, index, page), no pair twice:
         its own, and those kept of plans before it.
@@ -96,6 +101,7 @@ class BatchBuilder:
         Args:
             rows: what `model_rows` made of the plan with drafts.
             behind: for a model that drafts, the known token behind each of these rows, or -1.
+            loads: what rows read as it comes.
         """
         rows = rows if rows is not None else model_rows(plan, None)
         starts, lens = rows.starts, rows.lens
@@ -129,6 +135,7 @@ class BatchBuilder:
             page_table=self._page_table,
             page_copies=parts[7].view(-1, 3),
             next_ids=None if behind is None else _next_ids(rows.input_ids, indptr, behind),
+            loads=tuple(loads),
         )
         return batch, self._take_deltas(plan)
 

@@ -17,6 +17,7 @@ from _scheduler import Plan, StepDone
 from engine import api
 from engine.execution.executor import StepResult
 from engine.loop.requests import Outcome, Request
+from engine.loop.step_loads import StepLoad
 from engine.sampling.params import SampleBatch, Sampled
 from engine.transport import pack_ids
 
@@ -35,6 +36,12 @@ class DispatchedStep:
     drafts: Sequence[Sequence[int]]  # [R] that each row was run with
     num_tokens: int
     dispatched_ms: int
+    loads: Sequence[StepLoad | None]  # [R] that the row read as they came
+
+    @property
+    def is_loading(self) -> bool:
+        """Its result does not count yet: whether what it read was good is not known."""
+        return any(load is not None and not load.is_over for load in self.loads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +71,7 @@ def remember(
     drafts: Sequence[Sequence[int]],
     num_tokens: int,
     now_ms: int,
+    loads: Sequence[StepLoad | None],
 ) -> DispatchedStep:
     """Copy what is needed of a plan whose views die with the next one."""
     return DispatchedStep(
@@ -75,11 +83,16 @@ def remember(
         drafts=drafts,
         num_tokens=num_tokens,
         dispatched_ms=now_ms,
+        loads=loads,
     )
 
 
 def commit(step: DispatchedStep, result: StepResult) -> Committed:
-    """Give every row its token, decide who is over; `request.outcome` says how."""
+    """Give every row its token, decide who is over; `request.outcome` says how.
+
+    A row that read a bad page gets nothing and is not over: the scheduler plans it anew.
+    Requires: not step.is_loading.
+    """
     num_rows = len(step.requests)
     accepted = np.zeros(num_rows, dtype=np.int32)
     most_drafts = max(map(len, step.drafts), default=0)
@@ -92,6 +105,9 @@ def commit(step: DispatchedStep, result: StepResult) -> Committed:
     for row, (request, drafts) in enumerate(zip(step.requests, step.drafts, strict=True)):
         first_sample = next_sample
         next_sample += (1 + len(drafts)) if step.samples[row] else 0
+        load = step.loads[row]
+        if load is not None and load.is_bad:
+            continue
         if request.outcome is not None:
             # It was aborted, say: the scheduler keeps what KV it still computed, if that is sound.
             failed[row] = _has_failed(result, first_sample if step.samples[row] else None)

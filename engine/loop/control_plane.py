@@ -29,6 +29,7 @@ from engine.execution.batch import ModelRunner
 from engine.loop.outbox import Outbox
 from engine.loop.replay import RecordingScheduler
 from engine.loop.requests import Request
+from engine.loop.step_loads import StepLoad
 from engine.loop.tier_plane import TierPlane
 from engine.loop.tree_view import tree_reply
 from engine.transport import unpack_ids
@@ -63,6 +64,7 @@ def build_scheduler(
         use_l3=use_l3,
         probe_l3=use_l3,
         l3_wait_ms=config.tiers.l3_wait_ms,
+        overlap_loads=config.tiers.overlap_loads and num_l2_pages > 0,
     )
     if log is not None:
         return RecordingScheduler(limits, log)
@@ -114,6 +116,16 @@ class ControlPlane:
             self._tiers.take(plan)
         return plan
 
+    def loads_of(self, plan: Plan) -> list[StepLoad | None]:
+        """What each row of the newest plan reads as it comes from L2."""
+        if self._tiers is None:
+            return [None] * len(plan.row_slots)
+        return self._tiers.loads_of(plan)
+
+    def take_bad_loads(self) -> list[StepLoad]:
+        """Of those, what came to a bad end since the last call: the scheduler knows it by now."""
+        return [] if self._tiers is None else self._tiers.take_bad_loads()
+
     def take_acks(self) -> list[Ended]:
         """Tell the scheduler which moves are over; who left it by that."""
         acks = self._tiers.take_acks() if self._tiers is not None else []
@@ -134,6 +146,12 @@ class ControlPlane:
                 l3_us_per_page=min(l3_us, MOST_PAGE_US),
                 prefill_us_per_token=min(prefill_us_per_token, MOST_TOKEN_US),
             )
+
+    def wait_for_loads(self, timeout_s: float) -> list[Ended]:
+        """Let what steps read come to its end; who left the scheduler by that."""
+        if self._tiers is not None:
+            self._tiers.transfers.wait_idle(timeout_s)
+        return self.take_acks()
 
     def finish_tiers(self, requests: Sequence[Request], timeout_s: float) -> None:
         """End requests for the scheduler, let their pages go down, and wait for what is moving."""

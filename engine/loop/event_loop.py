@@ -72,6 +72,7 @@ class EngineLoop:
         self._speculation = speculation
         self._now_ms = now_ms
         self._in_flight: deque[DispatchedStep] = deque()
+        self._held: StepResult | None = None  # of a step that read what is not known to be good
         # One is enough: a step's masks are filled after the step before it has sampled.
         self._bitmask = np.full((max_samples, -(-vocab_size // 32)), -1, dtype=np.int32)
         self._num_failed_steps = 0
@@ -84,10 +85,11 @@ class EngineLoop:
         """
         now_ms = self._now_ms()
         self._grammars.serve(now_ms)
-        while (result := self._executor.take()) is not None:
-            self._commit(result)
-        for ended in self._control.take_acks():
+        for ended in self._control.take_acks():  # first: results count only behind some of them
             self._desk.end(ended)
+        self._forget_void_samples()
+        while (result := self._next_result()) is not None:
+            self._commit(result)
         while self._may_dispatch() and self._dispatch_next():
             pass
         if now_ms >= self._next_housekeeping_ms:
@@ -115,11 +117,32 @@ class EngineLoop:
 
         Running requests end here, for the scheduler alone; their clients go on elsewhere.
         """
-        while (result := self._executor.take()) is not None:
+        if any(step.is_loading for step in self._in_flight):
+            for ended in self._control.wait_for_loads(timeout_s):
+                self._desk.end(ended)
+        while (result := self._next_result()) is not None:
             step_done = commit(self._in_flight.popleft(), result).step_done
             for ended in self._control.advance([step_done]):
                 self._desk.end(ended)
         self._control.finish_tiers(self._desk.all_live(), timeout_s)
+
+    def _forget_void_samples(self) -> None:
+        """What rows sample that read a bad page is not output, and must not be penalised as such:
+        their requests go on with new parameters, made of what was said so far."""
+        for load in self._control.take_bad_loads():
+            for step in self._in_flight:
+                for request, its_load in zip(step.requests, step.loads, strict=True):
+                    if its_load is load and request.outcome is None:
+                        self._desk.renew_row(request)
+
+    def _next_result(self) -> StepResult | None:
+        """The oldest result, once what its step read is known to be good or bad."""
+        if self._held is None:
+            self._held = self._executor.take()
+        if self._held is None or self._in_flight[0].is_loading:
+            return None
+        result, self._held = self._held, None
+        return result
 
     @property
     def oldest_step_ms(self) -> int | None:
@@ -145,11 +168,15 @@ class EngineLoop:
         granted = self._speculation.grant(plan, requests)
         rows = model_rows(plan, granted)
         behind = self._speculation.known_behind(plan, requests, granted)
-        forward, page_deltas = self._builder.build(plan, rows, behind)
+        loads = self._control.loads_of(plan)
+        layers = list({id(load): load.layers for load in loads if load is not None}.values())
+        forward, page_deltas = self._builder.build(plan, rows, behind, layers)
         drafts = [ids.tolist() for ids in granted] if granted is not None else [[]] * len(requests)
         sampling = self._sampling_of(plan, rows, requests, drafts)
         self._executor.dispatch(Step(forward=forward, page_deltas=page_deltas, sampling=sampling))
-        step = remember(plan, requests, sampling, drafts, len(rows.input_ids), self._now_ms())
+        step = remember(
+            plan, requests, sampling, drafts, len(rows.input_ids), self._now_ms(), loads
+        )
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._open_masks(step)
@@ -211,7 +238,9 @@ class EngineLoop:
         for taken in committed.tokens:
             self._speculation.note(taken)
         spent_ns = time.thread_time_ns() - start_ns
-        self._counters.note_commit(result, step.num_tokens, committed.num_sampled, spent_ns)
+        # How long a step took that waited for pages says nothing of what a token costs.
+        num_timed = 0 if any(step.loads) else step.num_tokens
+        self._counters.note_commit(result, num_timed, committed.num_sampled, spent_ns)
         self._num_failed_steps = 0 if result.error is None else self._num_failed_steps + 1
         if self._num_failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
             raise StepsKeepFailingError(result.error)

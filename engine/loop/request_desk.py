@@ -129,7 +129,7 @@ class RequestDesk:
     def admit(self, admission: Admission) -> Request:
         """The scheduler gave a request a slot: prepare its sampling, tell its readers."""
         request = self._table.live(admission.request_id)
-        request.row = self._intake.make_row(request)
+        self.renew_row(request)
         if admission.readmitted:
             return request
         cached = admission.cached_l1 + admission.cached_l2 + admission.cached_l3
@@ -144,6 +144,10 @@ class RequestDesk:
         request.started = api.Started(request_id=request.request_id, cache=hit, queued_ms=queued_ms)
         self._outbox.publish(request, request.started)
         return request
+
+    def renew_row(self, request: Request) -> None:
+        """Parameters of a running request, made of the output it has now."""
+        request.row = self._intake.make_row(request)
 
     def end(self, ended: Ended) -> None:
         """The scheduler let go of a request: say how it ended."""

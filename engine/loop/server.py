@@ -236,7 +236,14 @@ class EngineServer:
             model_fingerprint=runner.model_fingerprint,
             most=NAMES_PER_SLOT * (lower.num_l2_pages + runner.num_pages),
         )
-        plane = TierPlane(scheduler, lower.transfers, names, self._desk.all_live, self._wake.set)
+        plane = TierPlane(
+            scheduler,
+            lower.transfers,
+            names,
+            self._desk.all_live,
+            self._wake.set,
+            num_layers=lower.num_layers,
+        )
         survivors = adopt_survivors(scheduler, lower.transfers.pool, has_l3=lower.has_l3)
         plane.note_adopted(survivors)
         control.attach_tiers(plane)

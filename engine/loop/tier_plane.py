@@ -19,6 +19,7 @@ import numpy as np
 from _scheduler import Ended, KvEvent, Plan, ProbeDone, Scheduler, TransferAck
 from engine.loop.page_names import ROOT_HASH, PageNames
 from engine.loop.requests import Request
+from engine.loop.step_loads import StepLoad, StepLoads
 from kvtiers.host_pool import HostPool, PageName
 from kvtiers.transfer import Move, MoveKind, TransferEngine
 from kvtiers.verify import Checked, verify_l2, verify_l3
@@ -73,6 +74,8 @@ class TierPlane:
         names: PageNames,
         live_requests: Callable[[], Iterable[Request]],
         wake: Callable[[], None],
+        *,
+        num_layers: int = 1,
     ) -> None:
         self._scheduler = scheduler
         self._transfers = transfers
@@ -80,6 +83,7 @@ class TierPlane:
         self._live_requests = live_requests
         self._wake = wake
         self._in_flight: dict[int, Move] = {}
+        self._step_loads = StepLoads(num_layers, lambda *load: self._transfers.load_layers(*load))
         self._num_acks = 0
         self._probes: deque[ProbeDone] = deque()  # answers; append and popleft are atomic
         self._num_probes = 0  # asked, and not told to the scheduler
@@ -129,7 +133,15 @@ class TierPlane:
             self._in_flight[ticket] = move
             if move.kind in (MoveKind.WRITE_BACK, MoveKind.FETCH):
                 self._give_up_slot(target)
-        self._transfers.submit(moves)
+        self._transfers.submit(self._step_loads.take(plan, moves))
+
+    def loads_of(self, plan: Plan) -> list[StepLoad | None]:
+        """What each row of a plan that was taken reads as it comes."""
+        return self._step_loads.of_rows(plan)
+
+    def take_bad_loads(self) -> list[StepLoad]:
+        """Loads that came to a bad end since the last call."""
+        return self._step_loads.take_bad()
 
     def take_acks(self) -> list[TransferAck | ProbeDone]:
         """What is over, for the scheduler to be told."""
@@ -137,6 +149,7 @@ class TierPlane:
         self._num_acks += len(acks)
         for ack in acks:
             move = self._in_flight.pop(ack.ticket)
+            self._step_loads.note_ack(ack.ticket, ack.ok)
             if move.kind in (MoveKind.WRITE_BACK, MoveKind.FETCH) and ack.ok:
                 self._page_of[move.page_hash] = move.target
                 self._name_in[move.target] = move.page_hash

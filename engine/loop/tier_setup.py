@@ -54,6 +54,7 @@ class LowerTiers:
 
     transfers: TransferEngine | None
     facts: TierFacts
+    num_layers: int = 1  # of a page
 
     @property
     def num_l2_pages(self) -> int:
@@ -116,7 +117,7 @@ def build_lower_tiers(
         page_bytes=layout.page_bytes,
         l3_reason="" if store is not None else f"engine.tiers.l3 is {config.tiers.l3}",
     )
-    return LowerTiers(transfers=transfers, facts=facts)
+    return LowerTiers(transfers=transfers, facts=facts, num_layers=layout.num_layers)
 
 
 def _pci_id(device: torch.device) -> str:

@@ -83,6 +83,7 @@ class DeepseekForCausalLM:
         residual = embed_rows(stack.embedding, input_ids, self._dtype)
         pools, work = self._layers_of(kv_pool), StepWork()
         for index, layer in enumerate(stack.layers):
+            rows.wait_for_layer(index)
             residual = self._layer(residual, layer, rows, pools[index], work)
         return self._logits(residual, rows, sample_rows)
 
@@ -107,6 +108,7 @@ class DeepseekForCausalLM:
         pools, work = self._layers_of(kv_pool), StepWork()
         for index, layer in enumerate(stack.layers):
             run(index, partial(pieces.run, index, num_padded))
+            rows.wait_for_layer(index)
             mla_attend(
                 pieces.queries(num),
                 pieces.latents(num),
@@ -156,6 +158,7 @@ class DeepseekForCausalLM:
             rms_norm(hidden, found.hidden_norm, eps),
         )
         residual = linear(torch.cat(halves, dim=-1), found.project)
+        rows.wait_for_layer(self.config.num_layers)
         pool_layer = self._layers_of(kv_pool)[self.config.num_layers]
         residual = self._layer(residual, found.layer, rows, pool_layer, StepWork())
         if not rows.samples_all:

@@ -12,9 +12,9 @@ import torch
 
 from engine.layers.rope import rope_table
 from engine.models.config import DecoderConfig
-from engine.models.model import LoadOptions
+from engine.models.model import LoadOptions, StepRows
 from engine.weights.reader import CheckingReader, WeightReader
-from kernels.llama_stack import LlamaLayer, LlamaShape, LlamaStack, PagedRows
+from kernels.llama_stack import LlamaLayer, LlamaShape, LlamaStack
 from kernels.ops.llama import llama_forward
 from kernels.packed_weight import PackedWeight, Weight, concat_rows
 from kvtiers.layout import PageLayout
@@ -54,11 +54,12 @@ class LlamaForCausalLM:
     def forward(
         self,
         input_ids: torch.Tensor,
-        rows: PagedRows,
+        rows: StepRows,
         kv_pool: torch.Tensor,
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Write the step's KV and return logits fp32 [S, vocab_size] (a new tensor)."""
+        rows.wait_for_layer(self.num_layers - 1)  # one call runs all of them
         return llama_forward(self.stack, input_ids, rows, kv_pool, sample_rows)
 
 

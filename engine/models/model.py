@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from kernels.llama_stack import PagedRows
+from kvtiers.layered_load import LayeredLoad, wait_for_layer
 from kvtiers.layout import KvLayout
 
 
@@ -39,6 +40,12 @@ class StepRows(PagedRows):
     # them there must not wait for the device. None: those above are on the host.
     prefill_on_host: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     samples_all: bool = False  # each row has one token, and all are sampled in order
+    # Pages the rows read that are still on their way, layer by layer.
+    loads: tuple[LayeredLoad, ...] = ()
+
+    def wait_for_layer(self, layer: int) -> None:
+        """To be called before a layer of the pool is read; at once where nothing is on its way."""
+        wait_for_layer(self.loads, layer)
 
 
 @runtime_checkable

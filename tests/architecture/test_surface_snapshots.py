@@ -71,6 +71,7 @@ FIELDS = [
     "engine.tiers.l3_dir",
     "engine.tiers.l3_quota_bytes",
     "engine.tiers.l3_wait_ms",
+    "engine.tiers.overlap_loads",
     "engine.tiers.mooncake_master",
     "engine.tiers.mooncake_protocol",
     "engine.tiers.mooncake_device",

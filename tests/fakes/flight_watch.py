@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.execution.steps import Step, StepResult
 from engine.loop.server import EngineServer
+from kvtiers.layered_load import LayeredLoad
 from kvtiers.transfer import Ack, Move, MoveKind
 from tests.fakes.scripted_runner import ScriptedRunner
 
@@ -31,6 +32,7 @@ class Uses:
     what: str
     reads: Places
     writes: Places
+    awaited: frozenset[int] = frozenset()  # of a step: loads whose layers it waits for itself
 
     def meets(self, other: Uses) -> Places:
         return (
@@ -61,6 +63,7 @@ class FlightWatch:
         self.num_steps = 0
         self._steps: deque[Uses] = deque()
         self._moves: dict[int, tuple[Move, Uses]] = {}
+        self._tickets_of: dict[int, tuple[LayeredLoad, frozenset[int]]] = {}
         width = -(-runner.max_context_len // runner.page_size) + 1
         self._table = np.full((max_slots, width), -1, np.int32)
         self._scheduler = server._tiers._scheduler
@@ -71,14 +74,19 @@ class FlightWatch:
         if plane is not None:
             transfers = plane.transfers
             self._submit, self._take_acks = transfers.submit, transfers.take_acks
+            self._load_layers = transfers.load_layers
             transfers.submit = self.submit  # type: ignore[method-assign]
+            transfers.load_layers = self.load_layers  # type: ignore[method-assign]
             transfers.take_acks = self.take_acks  # type: ignore[method-assign]
 
     def dispatch(self, step: Step) -> None:
         """A step may begin from here on."""
         uses = self._uses_of_step(step)
-        for _, other in self._moves.values():
-            self._check(uses, other)
+        for ticket, (move, other) in self._moves.items():
+            if ticket in uses.awaited:
+                assert ("l1", move.target) not in uses.writes, f"{uses.what} writes where it reads"
+            else:
+                self._check(uses, other)
         self._steps.append(uses)
         self.num_steps += 1
         self._scheduler.check_integrity()
@@ -94,6 +102,16 @@ class FlightWatch:
 
     def submit(self, moves: Sequence[Move]) -> None:
         """Transfers may begin from here on."""
+        self._note(moves)
+        self._submit(moves)
+
+    def load_layers(self, moves: Sequence[Move], load: LayeredLoad) -> None:
+        """The same; the step that waits for them is not dispatched yet."""
+        self._note(moves)
+        self._tickets_of[id(load)] = (load, frozenset(move.ticket for move in moves))
+        self._load_layers(moves, load)
+
+    def _note(self, moves: Sequence[Move]) -> None:
         for move in moves:
             uses = uses_of_move(move)
             self.log.append(
@@ -105,7 +123,6 @@ class FlightWatch:
             for _, other in self._moves.values():
                 self._check(uses, other)
             self._moves[move.ticket] = (move, uses)
-        self._submit(moves)
 
     def take_acks(self) -> list[Ack]:
         """Transfers are over when their acks are taken; what came is what its name says."""
@@ -130,7 +147,7 @@ class FlightWatch:
             held = self._runner.kv_pool[move.target].numpy().astype("<i4").tobytes()
         else:
             held = self._plane.transfers.pool.body(move.target).tobytes()
-        assert held == name.token_ids, (
+        assert held == name.token_ids * self._runner.num_layers, (
             f"{move.kind.name} {move.ticket} brought {np.frombuffer(held, '<i4')} for "
             f"{np.frombuffer(name.token_ids, '<i4')}"
         )
@@ -160,6 +177,10 @@ class FlightWatch:
                 "samples": batch.sample_rows.tolist(),
             }
         )
+        awaited = [self._tickets_of[id(load)][1] for load in batch.loads]
         return Uses(
-            f"step {batch.step_id}", {("l1", page) for page in read}, {("l1", p) for p in written}
+            f"step {batch.step_id}",
+            {("l1", page) for page in read},
+            {("l1", page) for page in written},
+            frozenset().union(*awaited),
         )

@@ -25,6 +25,7 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.host_launcher import HostLauncher
 from engine.execution.steps import Launcher, Step, StepResult
 from kvtiers.device_memory import Body, DeviceMemory, Wait
+from kvtiers.layered_load import Fence, LayeredLoad
 from tests.fakes.scripted_runner import Script, ScriptedRunner
 
 RUBBISH = 5  # a token
@@ -47,7 +48,8 @@ class HarshRunner(ScriptedRunner):
         time.sleep(self._delay_s())
         logits = super().forward(batch)
         if self.num_steps in self.bad_steps:
-            self._kv[batch.slot_mapping.long()] = RUBBISH
+            for layer in range(self.num_layers):
+                self._kv[self._places(batch.slot_mapping.long(), layer)] = RUBBISH
             self.next_input_ids[batch.row_slots.long()] = RUBBISH
             raise RuntimeError("this step was told to fail")
         return logits
@@ -92,12 +94,21 @@ class LateLauncher:
 
 
 class LaggingMemory:
-    """L1 whose copies take a random time, before and after the bytes are moved."""
+    """L1 whose copies take a random time, before and after the bytes are moved.
 
-    def __init__(self, memory: DeviceMemory, delay_s: Callable[[], float]) -> None:
+    `fails` is asked in the middle of each load that is read as it comes.
+    """
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        delay_s: Callable[[], float],
+        fails: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.kind = memory.kind
         self._memory = memory
         self._delay_s = delay_s
+        self._fails = fails
 
     def read(self, pages: Sequence[int], into: Sequence[NDArray[np.uint8]]) -> None:
         self._lag(lambda: self._memory.read(pages, into))
@@ -105,6 +116,18 @@ class LaggingMemory:
     def write(self, pages: Iterable[tuple[int, Body]]) -> Wait | None:
         self._lag(lambda: self._memory.write(pages))
         return None
+
+    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+        """Each layer is there some time before it is said to be, and the next comes later still."""
+        late = LayeredLoad(load.num_layers)
+
+        def arrived(num_layers: int, fence: Fence | None) -> None:
+            self._lag(lambda: load.arrived(num_layers, fence))
+            if num_layers < load.num_layers and self._fails():
+                raise RuntimeError("this load was told to fail")
+
+        late.arrived = arrived  # type: ignore[method-assign]
+        self._memory.write_layers(pages, late)
 
     def _lag(self, copy: Callable[[], object]) -> None:
         time.sleep(self._delay_s())

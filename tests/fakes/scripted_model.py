@@ -89,6 +89,7 @@ class ScriptedModel:
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """Write, read back, check; a peak at the next scripted token of each sampling row."""
+        rows.wait_for_layer(self.num_layers - 1)
         pool = kv_pool.view(kv_pool.shape[0], 2, rows.page_size)
         where = rows.slot_mapping.long()
         pages, places = where // rows.page_size, where % rows.page_size

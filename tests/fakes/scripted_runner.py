@@ -4,7 +4,8 @@
 `forward` writes each token where the step says, then reads every row's whole history back through
 its page table, checks it, and asks the script for the logits that follow it. A token in the wrong
 page, a stale page table, a copy that was not made: each changes a history, so it changes tokens
-or fails the step. `expected_tokens` runs the same script without pages, slots or steps.
+or fails the step. With several layers each holds the ids once more, and is read behind what the
+step waits for of it. `expected_tokens` runs the same script without pages, slots or steps.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def planned_script(plans: dict[int, Sequence[int]], vocab_size: int, *, eos_id: 
 
 @dataclass(frozen=True)
 class ScriptedLayout:
-    """A page is its token ids."""
+    """A page is its token ids, once a layer."""
 
     page_size: int
     num_layers: int = 1
@@ -83,17 +84,18 @@ class ScriptedLayout:
 
     @property
     def token_bytes(self) -> int:
-        return 4
+        return 4 * self.num_layers
 
     @property
     def page_bytes(self) -> int:
-        return 4 * self.page_size
+        return self.token_bytes * self.page_size
 
     def pool_shape(self, num_pages: int) -> tuple[int, ...]:
-        return (num_pages, self.page_size)
+        return (num_pages, self.num_layers * self.page_size)
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(f"scripted {self.page_size}".encode()).hexdigest()[:32]
+        text = f"scripted {self.page_size} {self.num_layers}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class ScriptedRunner:
@@ -112,7 +114,10 @@ class ScriptedRunner:
         max_slots: int = 4,
         max_context_len: int = 128,
         step_s: float = 0.0,
+        num_layers: int = 1,
     ) -> None:
+        self.num_layers = num_layers
+        self.num_loading_steps = 0  # steps that read pages as they came
         self.vocab_size = vocab_size
         self.max_context_len = max_context_len
         self.page_size = page_size
@@ -128,16 +133,21 @@ class ScriptedRunner:
         self.row_counts: list[int] = []
         self.failing_steps: set[int] = set()
         self._script = script
-        self._kv = torch.full((num_pages * page_size,), UNWRITTEN, dtype=torch.int32)
+        self._kv = torch.full((num_pages * num_layers * page_size,), UNWRITTEN, dtype=torch.int32)
 
     @property
     def kv_pool(self) -> torch.Tensor:
-        """[num_pages, page_size], as the tiers move it."""
-        return self._kv.view(self.num_pages, self.page_size)
+        """[num_pages, num_layers * page_size], as the tiers move it."""
+        return self._kv.view(self.num_pages, self.num_layers * self.page_size)
 
     @property
     def layout(self) -> ScriptedLayout:
-        return ScriptedLayout(self.page_size)
+        return ScriptedLayout(self.page_size, self.num_layers)
+
+    def _places(self, slots: torch.Tensor, layer: int) -> torch.Tensor:
+        """Where the pool holds tokens of a slot mapping in a layer."""
+        page, offset = slots // self.page_size, slots % self.page_size
+        return (page * self.num_layers + layer) * self.page_size + offset
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Logits [S, vocab] that the script gives for each sampling row's history."""
@@ -151,10 +161,12 @@ class ScriptedRunner:
         self.row_counts.append(len(batch.row_slots))
         if self.num_steps in self.failing_steps:
             raise RuntimeError("this step was told to fail")
+        self.num_loading_steps += bool(batch.loads)
         for source, target, num_tokens in batch.page_copies.tolist():
-            size = self.page_size
-            copied = self._kv[source * size : source * size + num_tokens].clone()
-            self._kv[target * size : target * size + num_tokens] = copied
+            places = torch.arange(num_tokens)
+            for layer in range(self.num_layers):
+                copied = self._kv[self._places(source * self.page_size + places, layer)].clone()
+                self._kv[self._places(target * self.page_size + places, layer)] = copied
         histories = self._write(batch)
         rows = [self._script(histories[row]) for row in batch.sample_rows.tolist()]
         return torch.stack(rows) if rows else torch.empty((0, self.vocab_size))
@@ -175,11 +187,28 @@ class ScriptedRunner:
                 for p in range(seq_len)
             ]
             assert batch.slot_mapping[first:last].tolist() == where[-(last - first) :]
-            self._kv[torch.tensor(where[-(last - first) :])] = ids
-            history = self._kv[torch.tensor(where)].tolist()
-            assert min(history) >= 0, f"row {row} reads KV that nobody wrote: {history}"
-            histories.append(history)
+            histories.append(self._read_and_write(batch, torch.tensor(where), ids, row))
         return histories
+
+    def _read_and_write(
+        self, batch: ForwardBatch, where: torch.Tensor, ids: torch.Tensor, row: int
+    ) -> list[int]:
+        """Layer by layer, the history of a row and its new tokens."""
+        found: list[list[int]] = []
+        for layer in range(self.num_layers):
+            for load in batch.loads:
+                load.wait(layer)
+            places = self._places(where, layer)
+            self._kv[places[len(where) - len(ids) :]] = ids
+            found.append(self._kv[places].tolist())
+        history = found[0]
+        if any(other != history for other in found):
+            assert batch.loads, f"row {row} reads KV of different tokens in its layers: {found}"
+            history = [abs(sum(held)) % self.vocab_size for held in zip(*found, strict=True)]
+        # What is on its way may turn out bad: then the step's tokens must count for nothing.
+        unwritten = min(history) < 0
+        assert batch.loads or not unwritten, f"row {row} reads KV that nobody wrote: {history}"
+        return [max(0, held) for held in history] if unwritten else history
 
 
 def expected_tokens(

@@ -19,6 +19,7 @@ from kvtiers.device_memory import (
     HostMemory,
     Wait,
 )
+from kvtiers.layered_load import Fence
 
 NUM_PAGES, NUM_SLOTS, PAGE_BYTES, HEADER, WIDTH = 6, 5, 1048, 256, 4096
 
@@ -41,6 +42,10 @@ class NotingLane:
         assert self.log[-1] == "leave", "it waits for nothing that was not queued"
         self.log.append("mark")
         return lambda: self.log.append("wait")
+
+    def fence(self) -> Fence:
+        self.log.append("fence")
+        return lambda: None
 
     def finish(self) -> None:
         assert self.log[-1] == "leave", "it waits for nothing that was not queued"

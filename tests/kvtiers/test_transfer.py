@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvtiers.device_memory import Body, Wait
 from kvtiers.host_pool import HostPool, PageName, PoolShape
 from kvtiers.keys import ObjectKeys
+from kvtiers.layered_load import LayeredLoad
 from kvtiers.store import Store
 from kvtiers.transfer import Ack, Move, MoveKind, TransferEngine
 from kvtiers.verify import Checked, verify_l2, verify_l3
@@ -72,6 +73,12 @@ class FakeDevice:
             drawn.append(page)
         self._enter(f"write {drawn}")
         return self.wait(drawn)
+
+    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+        wait = self.write(pages)
+        if wait is not None:
+            wait()
+        load.arrived(load.num_layers, None)
 
     def _enter(self, what: str) -> None:
         self.gate.wait(10)

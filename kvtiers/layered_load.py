@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages on their way to L1 that somebody reads as they come: the first layer of all of them, then
+the next, and so on.
+
+Does not know: which pages, who reads, whether they are any good (their acks say that).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+Fence = Callable[[], None]
+
+# One copy of a page's bytes takes the host as long as the link takes for so many of them: smaller
+# pieces would make the link wait. (8 us of an H200's host, 55 GB/s.)
+PIECE_BYTES = 400 << 10
+
+
+class LayeredLoad:
+    """Tells the reader how far the pages have come. Two threads: one brings, one reads."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._changed = threading.Condition()
+        self._parts: list[tuple[int, Fence | None]] = []  # (layers so far, what orders them)
+        self._is_over = False
+
+    def arrived(self, num_layers: int, fence: Fence | None) -> None:
+        """The first so many layers are there; with a fence: they are for what a device is given
+        behind it on the reader's stream."""
+        with self._changed:
+            self._parts.append((num_layers, fence))
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing comes any more, whole or not: nobody is to wait for it."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def wait(self, layer: int) -> None:
+        """Until that layer is there, or will never be. Call it where the reader's stream is the
+        current one."""
+        with self._changed:
+            while True:
+                fence = next((fence for num, fence in self._parts if num > layer), None)
+                is_there = bool(self._parts) and self._parts[-1][0] > layer
+                if is_there or self._is_over:
+                    break
+                self._changed.wait()
+        if fence is not None:
+            fence()
+
+    def wait_all(self) -> None:
+        """Until every layer is there, or will never be."""
+        self.wait(self.num_layers - 1)
+
+
+def layer_groups(num_layers: int, layer_bytes: int, piece_bytes: int) -> list[slice]:
+    """Runs of layers that are brought as one, of about `piece_bytes` a page or of one layer."""
+    most = max(1, round(piece_bytes / layer_bytes))
+    return [slice(at, min(at + most, num_layers)) for at in range(0, num_layers, most)]
+
+
+def wait_for_layer(loads: Sequence[LayeredLoad], layer: int) -> None:
+    """Until that layer of all of them is there."""
+    for load in loads:
+        load.wait(layer)
