@@ -64,6 +64,7 @@ class TurnQueue:
     _waiting: dict[str, deque[WaitingTurn]] = field(default_factory=dict)
     _workers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _timers: set[asyncio.Task[None]] = field(default_factory=set)
+    _is_closed: bool = False
 
     def first(self, session_id: str) -> str | None:
         """Return the id of the turn of this session that has waited longest."""
@@ -76,11 +77,17 @@ class TurnQueue:
             raise ApiError("capacity", f"{MAX_WAITING} turns wait in this session already")
 
     def add(self, turn: WaitingTurn) -> None:
-        """Put a turn, which the store has, at the end of its session's queue."""
+        """Put a turn, which the store has, at the end of its session's queue.
+
+        Once this is closed, the turn waits for the next process.
+        """
         session_id = turn.pending.session_id
         queue = self._waiting.setdefault(session_id, deque())
         turn.events.emit("turn.created", {"turn": turn.wire()})
         turn.events.emit("turn.queued", {"position": len(queue) + 1})
+        if self._is_closed:
+            turn.events.detach()
+            return
         queue.append(turn)
         self._arm_deadline(turn)
         if session_id not in self._workers:
@@ -140,6 +147,7 @@ class TurnQueue:
 
     async def close(self) -> None:
         """Begin no further turn here; those that wait stay in the store for who comes next."""
+        self._is_closed = True
         for worker in (*self._workers.values(), *self._timers):
             worker.cancel()
         await asyncio.gather(*self._workers.values(), return_exceptions=True)

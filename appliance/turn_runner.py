@@ -40,6 +40,7 @@ class TurnRunner:
         self._metrics = services.metrics
         self._active: dict[str, _Active] = {}
         self._chores: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self.ending = TurnEnding(services.store, services.metrics, services.clock_ms)
         services.client.on_restart(lambda hello: self._on_engine_restart())
 
@@ -59,7 +60,10 @@ class TurnRunner:
         return active.run
 
     def launch(self, run: TurnRun, received_s: float) -> None:
-        """Run a turn that the store has as pending."""
+        """Run a turn that the store has as pending; too late here, it is the next process'."""
+        if self._is_closed:
+            self._leave(run)
+            return
         run.started_s = received_s
         active = _Active(run)
         self._active[run.turn_id] = active
@@ -87,18 +91,26 @@ class TurnRunner:
     async def drain(self, timeout_s: float) -> None:
         """Let running turns finish; those that do not are left for the next API process.
 
-        Their readers are told to come back.
+        Their readers are told to come back. A turn that was accepted before may begin meanwhile.
         """
-        tasks = [active.task for active in self._active.values() if active.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while (tasks := self._tasks()) and (left_s := deadline_s - loop.time()) > 0:
+            await asyncio.wait(tasks, timeout=left_s)
+        self._is_closed = True
         for run in self.runs():
-            logger.info("turn left for the next process", extra={"turn_id": run.turn_id})
-            run.events.detach()
+            self._leave(run)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.ending.close()
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [active.task for active in self._active.values() if active.task is not None]
+
+    def _leave(self, run: TurnRun) -> None:
+        logger.info("turn left for the next process", extra={"turn_id": run.turn_id})
+        run.events.detach()
 
     async def _drive(self, run: TurnRun) -> None:
         deadline = self._arm_deadline(run)
