@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kernels.errors import NoKernelFoundError
 from kernels.platform import capability_of
-from kernels.registry import REGISTRY, KernelSpec
+from kernels.registry import REGISTRY, KernelSpec, Priority
 from kernels.signature import CallSignature
 
 
@@ -54,6 +54,7 @@ _lock = threading.Lock()
 _overrides: dict[str, str] = {}
 _cache: dict[CallSignature, KernelSpec] = {}
 _cache_generation = -1
+_usual: dict[tuple[int, CallSignature], KernelSpec] = {}
 
 
 def explain_selection(signature: CallSignature) -> Explanation:
@@ -91,6 +92,24 @@ def select_kernel(signature: CallSignature) -> KernelSpec:
             _cache_generation = REGISTRY.generation
         _cache[signature] = explanation.chosen
     return explanation.chosen
+
+
+def usual_kernel(signature: CallSignature) -> KernelSpec:
+    """Return the kernel that would run the call if nothing were overridden; cached likewise.
+
+    Raises:
+        NoKernelFoundError: if none accepts it.
+    """
+    key = REGISTRY.generation, signature
+    found = _usual.get(key)
+    if found is None:
+        explanation = explain_selection(signature)
+        able = (c.spec for c in explanation.candidates if c.reason_against is None)
+        found = next((spec for spec in able if spec.priority > Priority.TRIAL), None)
+        if found is None:
+            raise NoKernelFoundError(f"no kernel can run this call\n{explanation}")
+        _usual[key] = found
+    return found
 
 
 def set_override(family: str, name: str | None) -> None:

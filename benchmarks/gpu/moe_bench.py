@@ -107,6 +107,11 @@ def bench(
             **common,
         )
 
+    def combined(c: int) -> object:
+        ids, weights = expert_choice.route(logits[c], None, ROUTING)
+        counters = moe._counters(xs.device)
+        return moe.run_moe_w4(xs[c], ids, weights, *weights_by_copy[c], None, tiles, counters)
+
     def front(c: int) -> None:
         ids, _ = expert_choice.route(logits[c], None, ROUTING)
         moe._make_items(ids, EXPERTS, tiles.tokens, True)
@@ -118,6 +123,8 @@ def bench(
         "gemm2": gemm2,
         "front": front,
     }
+    if num_tokens <= moe.COMBINED_TOKENS:
+        stages["combined"] = combined
     timed = {
         name: round(time_calls_us([functools.partial(f, c) for c in order]), 2)
         for name, f in stages.items()

@@ -86,6 +86,21 @@ def moe_norm_route(
     return normed, ids, weights
 
 
+def moe_w4_signature(
+    x: torch.Tensor, ids: torch.Tensor, gate_up: TiledW4, down: TiledW4
+) -> CallSignature:
+    """How a call of `moe_w4` looks to the selector."""
+    formats = (("x", format_of(x.dtype)), ("weight", gate_up.format))
+    traits = (
+        ("num_experts", gate_up.num_experts),
+        ("top_k", ids.shape[1]),
+        ("hidden", x.shape[1]),
+        ("intermediate", down.num_cols),
+        ("many_tokens", ids.numel() >= MANY_TOKENS * gate_up.num_experts),
+    )
+    return CallSignature("moe_w4", x.device.type, formats, traits)
+
+
 def moe_w4(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -124,14 +139,6 @@ def moe_w4(
         )
     if shared is not None:
         expect_shape("shared", shared, (num_tokens, hidden))
-    formats = (("x", format_of(x.dtype)), ("weight", gate_up.format))
-    traits = (
-        ("num_experts", gate_up.num_experts),
-        ("top_k", ids.shape[1]),
-        ("hidden", hidden),
-        ("intermediate", down.num_cols),
-        ("many_tokens", ids.numel() >= MANY_TOKENS * gate_up.num_experts),
-    )
-    kernel = select_kernel(CallSignature("moe_w4", x.device.type, formats, traits))
+    kernel = select_kernel(moe_w4_signature(x, ids, gate_up, down))
     out: torch.Tensor = kernel.fn(x, ids, weights, gate_up, down, shared)
     return out

@@ -7,12 +7,14 @@ graph.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kernels.registry import Priority, register_kernel
+from kernels.selection import usual_kernel
 from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.mla import use_pdl
 from kernels.triton.moe_route import (
@@ -26,6 +28,9 @@ from kernels.w4_layout import SCALE_CODES, TiledW4
 # Up to so many tokens each pair is its own item: sorting costs more than reading twice the few
 # experts that two tokens share.
 UNSORTED_TOKENS = 4
+# Up to so many the second GEMM may sum a token's experts itself, with so many counters.
+COMBINED_TOKENS = 64
+MAX_COUNTERS = 1 << 15
 # Up to so many tokens a program takes 16 weight rows at once instead of 64 in a pipeline.
 ROW_TOKENS = 2
 
@@ -76,6 +81,15 @@ def _pdl(enabled: bool) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Combined:
+    """Where the second GEMM itself puts the sums over a token's experts."""
+
+    out: torch.Tensor  # [T, hidden]
+    behind: torch.Tensor | None  # [T, hidden], added
+    counters: torch.Tensor  # int32, zeros: moe_combine.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Items:
     """Work items: pairs in order of expert, and per item its expert, first position, length.
     Unsorted: item i is pair i, and only `expert` is read."""
@@ -116,6 +130,12 @@ def _make_items(ids: torch.Tensor, num_experts: int, tokens: int, pdl: bool) -> 
     return _Items(num=most, unsorted=False, pairs=pairs, expert=expert, begin=begin, count=count)
 
 
+def _pointers(combined: Combined | None) -> tuple[torch.Tensor | None, ...]:
+    if combined is None:
+        return None, None, None
+    return combined.out, combined.behind, combined.counters
+
+
 def _gemm_rows(
     x: torch.Tensor,
     weight: TiledW4,
@@ -126,6 +146,7 @@ def _gemm_rows(
     tile: RowTile,
     top_k: int,
     first: bool,
+    combined: Combined | None,
 ) -> None:
     pdl = use_pdl(x.device)
     loads = 1 if items.unsorted else tile.tokens
@@ -144,6 +165,7 @@ def _gemm_rows(
         items.count,
         weights,
         out,
+        *_pointers(combined),
         0,
         weight.num_cols,
         0,
@@ -161,6 +183,8 @@ def _gemm_rows(
         SWIGLU=first,
         EXPERTS=True,
         UNSORTED=items.unsorted,
+        COMBINES=combined is not None,
+        HAS_BEHIND=combined is not None and combined.behind is not None,
         INT4=weight.format == "mxint4",
         SCALE_MUL=scale.multiply,
         SCALE_ADD=scale.add,
@@ -183,9 +207,20 @@ def _gemm(
     tokens: int,
     top_k: int,
     first: bool,
+    combined: Combined | None = None,
 ) -> None:
     if isinstance(tile, RowTile):
-        _gemm_rows(x, weight, items, weights, out, tile=tile, top_k=top_k, first=first)
+        _gemm_rows(
+            x,
+            weight,
+            items,
+            weights,
+            out,
+            tile=tile,
+            top_k=top_k,
+            first=first,
+            combined=combined,
+        )
         return
     pdl = use_pdl(x.device)
     nm = tile.nm if weight.num_rows % (64 * tile.nm) == 0 else 1
@@ -205,6 +240,7 @@ def _gemm(
         items.count,
         weights,
         out,
+        *_pointers(combined),
         K=weight.num_cols,
         N=weight.num_rows,
         TOP_K=top_k,
@@ -215,6 +251,8 @@ def _gemm(
         STAGES=tile.stages,
         FIRST=first,
         UNSORTED=items.unsorted,
+        COMBINES=combined is not None,
+        HAS_BEHIND=combined is not None and combined.behind is not None,
         INT4=weight.format == "mxint4",
         SCALE_MUL=scale.multiply,
         SCALE_ADD=scale.add,
@@ -223,6 +261,37 @@ def _gemm(
         num_warps=tile.warps,
         **_pdl(pdl),
     )
+
+
+@functools.cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Zeros that every launch leaves as zeros; captured graphs hold their address."""
+    return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+
+
+@register_kernel(
+    "moe_w4",
+    "triton_combined",
+    priority=Priority.TRIAL,
+    device="cuda",
+    min_sm=(9, 0),
+    formats={"x": {"bf16"}, "weight": {"nvfp4", "mxfp4", "mxint4"}},
+)
+def moe_w4_combined(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: TiledW4,
+    down: TiledW4,
+    shared: torch.Tensor | None,
+) -> torch.Tensor:
+    """The sum inside the second GEMM: three launches (two up to 4 tokens). An override is for every
+    call, so a call of many tokens goes where it goes without one."""
+    num_tokens, hidden = x.shape
+    if num_tokens > COMBINED_TOKENS or num_tokens * (hidden // 16) > MAX_COUNTERS:
+        return without_combining(x, ids, weights, gate_up, down, shared)
+    tiles = tiles_for(num_tokens, ids.shape[1], gate_up.num_experts)
+    return run_moe_w4(x, ids, weights, gate_up, down, shared, tiles, _counters(x.device))
 
 
 @register_kernel(
@@ -253,6 +322,22 @@ def moe_w4(
     )
 
 
+def without_combining(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: TiledW4,
+    down: TiledW4,
+    shared: torch.Tensor | None,
+) -> torch.Tensor:
+    """By the kernel that runs the call where nothing is overridden."""
+    from kernels.ops.moe import moe_w4_signature
+
+    usual = usual_kernel(moe_w4_signature(x, ids, gate_up, down))
+    out: torch.Tensor = usual.fn(x, ids, weights, gate_up, down, shared)
+    return out
+
+
 def run_moe_w4(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -261,8 +346,13 @@ def run_moe_w4(
     down: TiledW4,
     shared: torch.Tensor | None,
     tiles: MoeTiles,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The layer with given tiles (the benchmark tries several)."""
+    """The layer with given tiles (the benchmark tries several).
+
+    Args:
+        counters: int32 zeros, at least tokens * hidden / 16: the second GEMM sums itself.
+    """
     num_tokens, hidden = x.shape
     top_k = ids.shape[1]
     pdl = use_pdl(x.device)
@@ -272,7 +362,13 @@ def run_moe_w4(
     out = torch.empty_like(x)
     common: dict[str, Any] = {"tokens": tiles.tokens, "top_k": top_k}
     _gemm(x, gate_up, items, weights, h, tile=tiles.first, first=True, **common)
-    _gemm(h, down, items, weights, parts, tile=tiles.second, first=False, **common)
+    combined = None
+    if counters is not None:
+        combined = Combined(out=out, behind=shared, counters=counters)
+    second = {**common, "tile": tiles.second, "first": False, "combined": combined}
+    _gemm(h, down, items, weights, parts, **second)
+    if combined is not None:
+        return out
     block = 512 if num_tokens <= 16 else 1024
     moe_combine_kernel[(num_tokens, cdiv(hidden, block))](
         parts,

@@ -14,6 +14,7 @@ Source: the register order is Marlin's idea (Frantar et al., arXiv 2408.11743).
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.moe_combine import combine_token, combine_tokens
 from kernels.triton.quick_launch import quick_launch
 
 # Eight e2m1 codes of one word: sign and magnitude bits moved to where bf16 has them (value
@@ -167,6 +168,9 @@ def moe_w4_kernel(
     item_count,
     pair_weights,
     out,
+    combined,
+    behind,
+    counters,
     K: tl.constexpr,
     N: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -177,6 +181,8 @@ def moe_w4_kernel(
     STAGES: tl.constexpr,
     FIRST: tl.constexpr,
     UNSORTED: tl.constexpr,
+    COMBINES: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
     INT4: tl.constexpr,
     SCALE_MUL: tl.constexpr,
     SCALE_ADD: tl.constexpr,
@@ -187,7 +193,7 @@ def moe_w4_kernel(
 
     FIRST: x [T, K] gathered by token, out [pairs, N / 2] = SwiGLU. Else: x [pairs, K] in sorted
     order, out [pairs, N] fp32 by pair. UNSORTED: item i is pair i alone, and the sort's tensors
-    are not read.
+    are not read. COMBINES (of the second GEMM): moe_combine.py.
     """
     pid_n = tl.program_id(0)
     item = tl.program_id(1)
@@ -254,3 +260,12 @@ def moe_w4_kernel(
         y = acc * (tl.load(globals_ + expert * 2) * weight)[None, :]
         n = pid_n * ROWS + tl.arange(0, ROWS)
         tl.store(out + pair.to(tl.int64)[None, :] * N + n[:, None], y, mask=live[None, :])
+        if COMBINES:
+            if UNSORTED:
+                combine_token(
+                    out, behind, combined, counters, item // TOP_K, n, N, TOP_K, HAS_BEHIND
+                )
+            else:
+                combine_tokens(
+                    out, behind, combined, counters, pair // TOP_K, live, n, N, TOP_K, HAS_BEHIND
+                )

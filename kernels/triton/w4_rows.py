@@ -15,6 +15,7 @@ as it is loaded, and the sums by 1 / rms when they are done.
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.moe_combine import combine_token, combine_tokens
 from kernels.triton.moe_w4 import decode_words, word_pair
 from kernels.triton.quick_launch import quick_launch
 
@@ -76,6 +77,9 @@ def w4_rows_kernel(
     item_count,
     pair_weights,
     out,
+    combined,
+    behind,
+    counters,
     num_tokens,
     x_stride,
     part_stride,
@@ -93,6 +97,8 @@ def w4_rows_kernel(
     SWIGLU: tl.constexpr,
     EXPERTS: tl.constexpr,
     UNSORTED: tl.constexpr,
+    COMBINES: tl.constexpr,
+    HAS_BEHIND: tl.constexpr,
     INT4: tl.constexpr,
     SCALE_MUL: tl.constexpr,
     SCALE_ADD: tl.constexpr,
@@ -108,7 +114,7 @@ def w4_rows_kernel(
     that come as 8 gate, 8 up.
     With EXPERTS: as moe_w4_kernel; SWIGLU is the first GEMM (x gathered by token, out by
     position), else the second (x by position, out fp32 by pair, times the router weight);
-    factors [E, 2].
+    factors [E, 2]. COMBINES (of the second): moe_combine.py.
     """
     pid = tl.program_id(0)
     item = tl.program_id(1)
@@ -201,3 +207,13 @@ def w4_rows_kernel(
             high += tl.load(residual + at + 8, mask=keep, other=0.0).to(tl.float32)
         tl.store(out + at, low.to(out.dtype.element_ty), mask=keep)
         tl.store(out + at + 8, high.to(out.dtype.element_ty), mask=keep)
+        if COMBINES:
+            n = pid * 16 + tl.arange(0, 16)
+            if UNSORTED:
+                combine_token(
+                    out, behind, combined, counters, begin // TOP_K, n, N, TOP_K, HAS_BEHIND
+                )
+            else:
+                combine_tokens(
+                    out, behind, combined, counters, pair // TOP_K, live, n, N, TOP_K, HAS_BEHIND
+                )

@@ -11,7 +11,13 @@ import torch
 from kernels.errors import KernelConflictError, NoKernelFoundError
 from kernels.platform import Capability, cpu_capability
 from kernels.registry import REGISTRY, KernelSpec, Priority, Registry, register_kernel
-from kernels.selection import explain_selection, override, select_kernel, set_override
+from kernels.selection import (
+    explain_selection,
+    override,
+    select_kernel,
+    set_override,
+    usual_kernel,
+)
 from kernels.signature import CallSignature
 
 FAMILY = "test_family"
@@ -73,6 +79,20 @@ def test_an_override_that_cannot_run_the_call_fails_with_its_reason(family: None
         pytest.raises(NoKernelFoundError, match="head_dim is not 128"),
     ):
         select_kernel(call(x="bf16"))
+
+
+def test_the_usual_kernel_is_that_without_override_and_never_a_trial(family: None) -> None:
+    register_kernel(FAMILY, "trial", priority=Priority.TRIAL)(lambda: "trial")
+    with override(FAMILY, "trial"):
+        assert select_kernel(call(x="bf16")).name == "trial"
+        assert usual_kernel(call(x="bf16")).name == "fast"
+        register_kernel(FAMILY, "newer", priority=Priority.PERFORMANT)(lambda: "newer")
+        assert usual_kernel(call(x="bf16")).name == "newer"
+    REGISTRY.remove(FAMILY, "reference")
+    with pytest.raises(NoKernelFoundError, match="x is q4_1"):
+        for name in ("newer",):
+            REGISTRY.remove(FAMILY, name)
+        usual_kernel(call(x="q4_1"))
 
 
 def test_an_override_of_an_unknown_kernel_is_refused_with_the_known_names(family: None) -> None:

@@ -108,3 +108,13 @@ def test_gathering_fp8_latents_compiles_for_hopper_without_spilling() -> None:
     line = json.loads(_run("tests.kernels.triton_compiled", ["gather_planes"]))
     assert line["stack_bytes"] == 0 and line["registers"] <= 128
     assert line["shared_bytes"] <= SHARED_BYTES_OF_HOPPER
+
+
+@pytest.mark.slow
+def test_the_sum_in_the_second_expert_product_compiles_for_hopper_without_spilling() -> None:
+    kinds = ("rows", "unsorted", "sorted", "sorted_32")
+    names = [f"moe_down_combined_{kind}" for kind in kinds]
+    lines = _run("tests.kernels.triton_compiled", names).splitlines()
+    found = {line["kernel"]: line for line in map(json.loads, lines)}
+    assert {name: line["stack_bytes"] for name, line in found.items()} == dict.fromkeys(names, 0)
+    assert all(line["registers"] <= 168 and line["mma_sync"] for line in found.values())

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from typing import Any
 
 from kernels._triton import gl, triton
@@ -142,8 +143,32 @@ def moe_gate_up() -> Any:
 
     constants = dict(K=2048, N=2816, TOP_K=6, TOKENS=16, NM=1, SLICES=4, KC=2, STAGES=3)
     constants |= dict(FIRST=True, UNSORTED=False, INT4=False, SCALE_MUL=16, SCALE_ADD=0x6F006F00)
-    constants |= dict(PORTABLE=False, USE_PDL=True)
+    constants |= dict(PORTABLE=False, USE_PDL=True, COMBINES=False, HAS_BEHIND=False)
     return compile_one(moe_w4_kernel, constants, warps=2)
+
+
+def moe_down(tokens: int, *, unsorted: bool, combines: bool) -> Any:
+    """The second GEMM of a V2-Lite layer, as `tiles_for` has it; `combines`: with the sum."""
+    from kernels.triton.moe_w4 import moe_w4_kernel
+
+    constants = dict(K=1408, N=2048, TOP_K=8, TOKENS=tokens, NM=1, SLICES=4, KC=2, STAGES=2)
+    constants |= dict(FIRST=False, UNSORTED=unsorted, INT4=False, SCALE_MUL=16)
+    constants |= dict(SCALE_ADD=0x6F006F00, PORTABLE=False, USE_PDL=True)
+    constants |= dict(COMBINES=combines, HAS_BEHIND=combines)
+    types = {"out": "*fp32", "combined": "*bf16", "behind": "*bf16", "counters": "*i32"}
+    return compile_one(moe_w4_kernel, constants, warps=2, types=types)
+
+
+def moe_down_rows(combines: bool) -> Any:
+    """The same of one token."""
+    from kernels.triton.w4_rows import w4_rows_kernel
+
+    constants = dict(K=1408, N=2048, TOP_K=8, TOKENS=8, LOADS=1, WAYS=4, KC=8, PARTS=0)
+    constants |= dict(NORMS=False, ADDS=False, SWIGLU=False, EXPERTS=True, UNSORTED=True)
+    constants |= dict(INT4=False, SCALE_MUL=16, SCALE_ADD=0x6F006F00, PORTABLE=False, USE_PDL=True)
+    constants |= dict(COMBINES=combines, HAS_BEHIND=combines)
+    types = {"out": "*fp32", "combined": "*bf16", "behind": "*bf16", "counters": "*i32"}
+    return compile_one(w4_rows_kernel, constants, warps=4, types=types)
 
 
 def gather_planes() -> Any:
@@ -181,6 +206,7 @@ def w4_rows() -> Any:
 
     constants = dict(K=2048, N=3648, TOP_K=1, TOKENS=8, LOADS=1, WAYS=4, KC=8, PARTS=0, NORMS=True)
     constants |= dict(ADDS=False, SWIGLU=False, EXPERTS=False, UNSORTED=False)
+    constants |= dict(COMBINES=False, HAS_BEHIND=False)
     constants |= dict(INT4=False, SCALE_MUL=16, SCALE_ADD=0x6F006F00, PORTABLE=False, USE_PDL=True)
     return compile_one(w4_rows_kernel, constants, warps=4)
 
@@ -274,6 +300,16 @@ KERNELS = {
     "gather_planes": gather_planes,
     "mla_prefill_hopper": mla_prefill_hopper,
     "moe_gate_up": moe_gate_up,
+    **{
+        f"moe_down{'_combined' if combines else ''}_{name}": make
+        for combines in (False, True)
+        for name, make in {
+            "rows": partial(moe_down_rows, combines),
+            "unsorted": partial(moe_down, 16, unsorted=True, combines=combines),
+            "sorted": partial(moe_down, 16, unsorted=False, combines=combines),
+            "sorted_32": partial(moe_down, 32, unsorted=False, combines=combines),
+        }.items()
+    },
     "moe_w4_hopper": moe_w4_hopper,
 }
 

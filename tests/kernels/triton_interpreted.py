@@ -91,8 +91,15 @@ def check_moe(fmt: str, num_tokens: int, with_shared: bool) -> None:
     shared = torch.randn(num_tokens, hidden) if with_shared else None
     args = (x, ids, weights, gate_up_tiled, down_tiled, shared)
     tiles = moe.tiles_for(1, top_k, experts)
-    error = relative_error(moe.run_moe_w4(*args, tiles), reference_moe.moe_w4(*args))
+    found = moe.run_moe_w4(*args, tiles)
+    error = relative_error(found, reference_moe.moe_w4(*args))
     assert error < 1e-5, error
+    # The sum inside the second GEMM: the same bits, twice, and counters as they were.
+    counters = torch.zeros(num_tokens * hidden // 16, dtype=torch.int32)
+    for these in (tiles, moe.tiles_for(8, top_k, experts)) * 2:
+        alone = moe.run_moe_w4(*args, these)
+        assert torch.equal(moe.run_moe_w4(*args, these, counters), alone)
+        assert not counters.any()
 
 
 CHECKS: dict[str, Callable[[], None]] = {

@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kills the processes of a whole appliance at random moments, under clients as IDE plugins are.
+
+    python -m benchmarks.soak.appliance_kills [--kills 10] [--seed 1] [--clients 6] [--keep DIR]
+
+`moorage serve` with a tiny random model (fp32, greedy), pools that hold a fraction of what is
+asked, L2 in the supervisor's memory, the file store below. Killed with SIGKILL: the engine, the
+API process, both, the supervisor alone, the whole tree; the engine is also stopped and goes on,
+and all of it is asked to end (SIGTERM) and started again.
+The clients reconnect and check what they see (`ide_client`, `ide_agent`). At the end every answer
+is compared with the model itself, computed apart from the engine; every turn whose end was seen is
+in its history; nothing runs, every page is in its one place, `moorage doctor` says ok, no process
+is left. One JSON line a kill and one at the end; exit 1 with the seed at the first difference.
+Times are the machine's own: a seed repeats the load and the kills, not their moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import torch
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+
+from benchmarks.soak.ide_agent import Agent, Seen, is_bound
+from benchmarks.soak.ide_client import Connection, Difference, Json, Session, text_of, until
+from tests.fakes.tiny_model import CONTROL, EOS_ID, write_tiny_model
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[2]
+CONTEXT_LEN = 2048
+NUM_SPOKEN = len(CONTROL) + 256  # ids behind these are holes in the vocabulary
+KINDS = {  # what is killed, how often
+    "engine": 6,
+    "api": 6,
+    "engine api": 4,
+    "engine stops": 3,
+    "tree": 2,
+    "supervisor": 3,
+    "restart": 2,
+}
+MOST_AGAIN = 20  # of a kind, at the last look
+TIE = 1e-3  # logits closer than this are equal for two ways to add up
+
+
+class Appliance:
+    """`moorage serve` in a folder, started again and again on the same port."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.log = (folder / "log").open("ab")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.settings = [
+            f"server.port={self.port}",
+            f"server.state_dir={folder}/s",
+            f"server.run_dir={folder}/r",
+            "server.drain_s=2",
+            "server.heartbeat_s=1",
+            "server.max_restarts=1000",
+            f"engine.model={model}",
+            "engine.dtype=float32",
+            "engine.num_threads=1",
+            "engine.page_size=16",
+            f"engine.max_context_len={CONTEXT_LEN}",
+            f"engine.kv_pool_tokens={CONTEXT_LEN}",
+            "engine.drain_s=1",
+            "engine.tiers.l2_bytes=1500000",
+            f"engine.tiers.l3_quota_bytes={64 << 20}",
+            "engine.tiers.l3_wait_ms=2000",
+        ]
+        self.num_refused_starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def flags(self) -> list[str]:
+        return [part for setting in self.settings for part in ("--set", setting)]
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "appliance", "serve", *self.flags()],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+        )
+
+    async def wait_ready(self) -> None:
+        """Until it serves; one that refuses to start is started again, as an init system does."""
+
+        async def is_ready() -> bool:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                self.num_refused_starts += 1
+                self.start()
+                await asyncio.sleep(0.5)
+            try:
+                async with httpx.AsyncClient() as http:
+                    return (await http.get(f"{self.url}/ready", timeout=2)).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await until(is_ready, "the appliance is ready")
+
+    @property
+    def pids(self) -> dict[str, int]:
+        try:
+            state = json.loads((self.folder / "r" / "state.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return {name: pid for name, pid in state["pids"].items() if pid is not None}
+
+    def admin_key(self) -> str:
+        return (self.folder / "r" / "admin.key").read_text()
+
+    def processes(self) -> list[int]:
+        """Everything alive that was started for this folder."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                is_ours = (
+                    entry.name.isdigit()
+                    and str(self.folder).encode() in (entry / "cmdline").read_bytes()
+                )
+                if is_ours and int(entry.name) != os.getpid():
+                    found.append(int(entry.name))
+        return found
+
+    async def stop(self) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return await asyncio.to_thread(self.process.wait, 60)
+
+    def end(self) -> None:
+        """Leave nothing behind, whatever went wrong."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait()
+        self.log.close()
+
+
+class Killer:
+    """Ends processes of one appliance; `kill` returns once what it killed has come again."""
+
+    def __init__(self, appliance: Appliance, seed: int) -> None:
+        self.appliance = appliance
+        self.rng = random.Random(f"{seed}/kills")
+
+    async def kill(self) -> str:
+        kind = self.rng.choices(list(KINDS), list(KINDS.values()))[0]
+        before = self.appliance.pids
+        if kind == "engine stops":
+            await self._pause_engine(before)
+        elif kind in ("tree", "supervisor"):
+            await self._kill_supervisor(kind, before)
+        elif kind == "restart":
+            await self.appliance.stop()
+            self.appliance.start()
+            await self.appliance.wait_ready()
+        else:
+            await self._kill_children(kind.split(), before)
+        if self.rng.random() < 0.7:
+            await self.appliance.wait_ready()
+        return kind
+
+    async def _pause_engine(self, pids: dict[str, int]) -> None:
+        pid = pids["engine"]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(self.rng.uniform(0.5, 4.0))
+            os.kill(pid, signal.SIGCONT)
+
+    async def _kill_children(self, names: list[str], before: dict[str, int]) -> None:
+        for name in names:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(before[name], signal.SIGKILL)
+
+        async def are_back() -> bool:
+            now = self.appliance.pids
+            return all(now.get(name, before[name]) != before[name] for name in names)
+
+        await until(are_back, f"{names} run again")
+
+    async def _kill_supervisor(self, kind: str, pids: dict[str, int]) -> None:
+        """Its children end with it, killed in the same moment or by themselves."""
+        process = self.appliance.process
+        assert process is not None
+        names = ("supervisor",) if kind == "supervisor" else ("supervisor", "engine", "api")
+        for name in names:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[name], signal.SIGKILL)
+        process.wait()
+        if self.rng.random() < 0.5:  # else the next is started beside those that still end
+
+            async def are_gone() -> bool:
+                return not self.appliance.processes()
+
+            await until(are_gone, "the children of a supervisor that was killed have ended", 30)
+        self.appliance.start()
+        await self.appliance.wait_ready()
+
+
+class Model:
+    """The same model, computed by another implementation."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+    def check(self, session: Session, token_ids: list[int]) -> int:
+        """Every sampled token is the likeliest behind what stands before it; how many."""
+        if not token_ids:
+            return 0
+        with torch.no_grad():
+            logits = self.model(torch.tensor([token_ids])).logits[0]
+        logits[:, [i for i in range(len(CONTROL)) if i != EOS_ID]] = -torch.inf
+        logits[:, NUM_SPOKEN:] = -torch.inf
+        num_checked = 0
+        for turn in session.committed:
+            start = turn["usage"]["input_tokens"]
+            end = start + turn["committed_tokens"]
+            self._check_text(turn, token_ids[start:end])
+            body = session.bodies[turn["id"]]
+            if is_bound(body):
+                continue
+            rows = logits[start - 1 : end - 1].clone()
+            if body.get("ignore_eos"):  # then it is a control token as any other
+                rows[:, EOS_ID] = -torch.inf
+            for place, row in enumerate(rows, start):
+                token_id = token_ids[place]
+                if row[token_id] < row.max() - TIE:
+                    raise Difference(
+                        f"{turn['id']}: token {place - start} of {end - start} is {token_id}, "
+                        f"the model's is {int(row.argmax())}"
+                    )
+                num_checked += 1
+        return num_checked
+
+    def _check_text(self, turn: Json, token_ids: list[int]) -> None:
+        if any(item["type"] != "message" for item in turn["output"]):
+            return
+        spelled = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = "".join(part["text"] for item in turn["output"] for part in item["content"])
+        if spelled != text:
+            raise Difference(f"{turn['id']}: its tokens spell {spelled!r}, its items {text!r}")
+
+
+class Soak:
+    """One life of an appliance, many of its processes."""
+
+    def __init__(self, folder: Path, seed: int, num_kills: int, num_clients: int) -> None:
+        self.seed, self.num_kills = seed, num_kills
+        self.model = write_tiny_model(folder / "model")
+        config = json.loads((self.model / "config.json").read_text())
+        config["max_position_embeddings"] = CONTEXT_LEN
+        (self.model / "config.json").write_text(json.dumps(config))
+        self.appliance = Appliance(folder, self.model)
+        self.rng = random.Random(seed)
+        self.seen = Seen()
+        self.is_over = asyncio.Event()
+        self.agents = [
+            Agent(number, seed, self.appliance.url, self.seen, self.is_over)
+            for number in range(num_clients)
+        ]
+
+    async def run(self) -> Json:
+        """The figures. Raises: Difference."""
+        self.appliance.start()
+        await self.appliance.wait_ready()
+        tasks = [asyncio.create_task(agent.run()) for agent in self.agents]
+        kills = asyncio.create_task(self._kill())
+        try:
+            done, _ = await asyncio.wait([*tasks, kills], return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            for task in (*tasks, kills):
+                task.cancel()
+            await asyncio.gather(*tasks, kills, return_exceptions=True)
+        figures = await self._last_look()
+        code = await self.appliance.stop()
+        if code != 0 or self.appliance.processes():
+            raise Difference(f"stopped with {code}, left: {self.appliance.processes()}")
+        return {**self.seen.counts, **figures}
+
+    async def _kill(self) -> None:
+        killer = Killer(self.appliance, self.seed)
+        kinds: dict[str, int] = {}
+        for number in range(1, self.num_kills + 1):
+            await asyncio.sleep(self.rng.choice([0.1, 1.0, 2.0, 5.0]) * self.rng.random())
+            began_s = time.monotonic()
+            kind = await killer.kill()
+            kinds[kind] = kinds.get(kind, 0) + 1
+            line: Json = {"kill": number, "what": kind, "s": round(time.monotonic() - began_s, 1)}
+            print(json.dumps(line | self.seen.counts), flush=True)
+        await self.appliance.wait_ready()
+        await asyncio.sleep(2.0)
+        self.seen.counts |= {f"killed {kind}": number for kind, number in kinds.items()}
+        self.is_over.set()
+
+    async def _last_look(self) -> Json:
+        connection = Connection(self.appliance.url, self.rng)
+        admin = Connection(self.appliance.url, self.rng)
+        admin.admin_key = self.appliance.admin_key
+        try:
+            num_tokens = await self._check_sessions(connection)
+            num_again = await self._check_again(connection)
+            await self._check_sides()
+            stats = await self._check_pages(admin)
+            report = await admin.get("/admin/doctor")
+        finally:
+            await connection.close()
+            await admin.close()
+        if report["status"] == "failed":
+            raise Difference(f"doctor: {report}")
+        names = ("l2_cached_prompt_tokens", "l3_cached_prompt_tokens")
+        return {
+            "tokens_compared": num_tokens,
+            "grammar_turns_compared": num_again,
+            "doctor": report["status"],
+            "refused_starts": self.appliance.num_refused_starts,
+            **{name: stats[name] for name in names},
+        }
+
+    async def _check_sessions(self, connection: Connection) -> int:
+        model = Model(self.model)
+        num_tokens = 0
+        for session in self.seen.sessions:
+            state = await connection.get(f"/v1/sessions/{session.id}")
+            if state["status"] not in ("idle", "suspended", "requires_action"):
+                raise Difference(f"a session is left {state['status']}: {state}")
+            await connection.check_history(session)
+            token_ids = (await connection.get(f"/v1/sessions/{session.id}/tokens"))["token_ids"]
+            num_tokens += await asyncio.to_thread(model.check, session, token_ids)
+        for session, told, body in self._some(self.seen.told):
+            await connection.check_key(session.id, told, body)
+        return num_tokens
+
+    async def _check_again(self, connection: Connection) -> int:
+        """What a grammar had a say in is said again, behind the same history; how many turns."""
+        bound = [
+            (session, place)
+            for session in self.seen.sessions
+            for place, turn in enumerate(session.committed)
+            if place and is_bound(session.bodies[turn["id"]]) and turn["status"] != "cancelled"
+        ]
+        for session, place in self._some(bound):
+            turn = session.committed[place]
+            body = {**session.bodies[turn["id"]], "deadline_ms": 600_000}
+            at = session.committed[place - 1]["id"]
+            forked = await connection.post(f"/v1/sessions/{session.id}/fork", {"at": at})
+            fork_id = forked["data"][0]["id"]
+            again = await connection.post(f"/v1/sessions/{fork_id}/turns", body)
+            said, now = ([text_of(item) for item in t["output"]] for t in (turn, again))
+            if said != now and turn.get("reason") != "deadline":
+                raise Difference(f"{turn['id']} said {said}, {again['id']} says {now}")
+        return min(len(bound), MOST_AGAIN)
+
+    def _some(self, cases: list[T]) -> list[T]:
+        return self.rng.sample(cases, min(MOST_AGAIN, len(cases)))
+
+    async def _check_sides(self) -> None:
+        """What was answered under fire is what is answered now."""
+        agent = self.agents[0]
+        agent.connection = Connection(self.appliance.url, self.rng)
+        try:
+            for path, body, text in self.seen.side:
+                if (now := await agent.side_answer(path, body)) != text:
+                    raise Difference(f"{path} {body}: answered {text!r}, now {now!r}")
+        finally:
+            await agent.connection.close()
+
+    async def _check_pages(self, admin: Connection) -> dict[str, Any]:
+        """Nothing runs or moves: every page is in its one place, and those below are whole."""
+        stats: dict[str, Any] = {}
+
+        async def is_at_rest() -> bool:
+            await admin.post("/admin/tiers/drain")
+            stats.update((await admin.get("/admin/engine/stats"))["stats"])
+            moving = ("transfers_in_flight", "in_flight_pages", "in_flight_l2_pages")
+            return not any(stats[name] for name in (*moving, "requests_live", "owned_pages"))
+
+        await until(is_at_rest, f"the engine comes to rest: {stats}")
+        for tier, total in (("", "num_pages"), ("_l2", "num_l2_pages")):
+            if stats[f"free{tier}_pages"] + stats[f"cached{tier}_pages"] != stats[total]:
+                raise Difference(f"pages are astray: {stats}")
+        verified = await admin.post("/admin/cache/verify")
+        if any(verified["bad"].values()):
+            raise Difference(f"pages are bad: {verified}")
+        return stats
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=6)
+    parser.add_argument("--keep", type=Path, help="where the state of a broken run is copied to")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="moorage-soak-") as folder:
+        soak = Soak(Path(folder), arguments.seed, arguments.kills, arguments.clients)
+        result: Json = {"case": "appliance_kills", "seed": arguments.seed}
+        began_s = time.monotonic()
+        try:
+            result |= asyncio.run(soak.run()) | {"kills": arguments.kills, "differences": 0}
+        except Exception as error:
+            why = str(error) if isinstance(error, Difference) else traceback.format_exc()
+            result |= {"broken_seed": arguments.seed, "why": why, **soak.seen.counts}
+            if arguments.keep is not None:
+                shutil.copytree(
+                    folder, arguments.keep / f"seed-{arguments.seed}", dirs_exist_ok=True,
+                    ignore=lambda where, names: [n for n in names if n.startswith("engine.")],
+                )  # fmt: skip
+        finally:
+            soak.appliance.end()
+    print(json.dumps(result | {"s": round(time.monotonic() - began_s)}))
+    return 1 if "why" in result else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
