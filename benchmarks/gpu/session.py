@@ -120,6 +120,13 @@ PARTS = (
         dry=TINY_TIERS,
     ),
     Part(
+        name="layered",
+        half="second",
+        limit_s=150,
+        command="-m benchmarks.gpu.layered",
+        dry="-m benchmarks.gpu.layered --dry --rounds 2",
+    ),
+    Part(
         name="steps_drafts",
         half="third",
         limit_s=80,

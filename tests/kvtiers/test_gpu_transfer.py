@@ -15,6 +15,7 @@ from kvtiers.device_pool import DevicePool
 from kvtiers.host_pool import HostPool, PoolShape
 from kvtiers.host_region import HostRegion, make_region_fd
 from kvtiers.keys import ObjectKeys
+from kvtiers.layered_load import LayeredLoad
 from kvtiers.layout import LatentLayout
 from kvtiers.transfer import Move, MoveKind, TransferEngine
 
@@ -66,6 +67,37 @@ def test_pages_go_down_and_come_back_byte_for_byte(is_kept_by_another: bool) -> 
     host.region.unpin()
     if fd is not None:
         os.close(fd)
+
+
+def test_a_stream_reads_each_layer_behind_the_copies_that_bring_it() -> None:
+    """On a stream of its own, as a step is; what it saw of each layer is what was sent."""
+    device = torch.device("cuda")
+    pool = DevicePool(LAYOUT, NUM_PAGES, device)
+    pool.kv.random_(-8, 8)
+    before = pool.kv.clone()
+    shape = PoolShape(num_slots=NUM_PAGES, page_bytes=LAYOUT.page_bytes, page_size=64)
+    host = HostPool(shape, LAYOUT, ObjectKeys("model", LAYOUT))
+    assert host.region.pin()
+    memory = device_memory(pool.kv, LAYOUT.page_bytes)
+    engine = TransferEngine(memory, host, None, threading.Event().set, checks_bodies=False)
+    run(engine, MoveKind.WRITE_BACK, list(range(NUM_PAGES)), list(range(NUM_PAGES)))
+    pool.kv.zero_()
+    torch.cuda.synchronize()
+    load = LayeredLoad(LAYOUT.num_layers)
+    moves = [
+        Move(ticket=i, kind=MoveKind.LOAD_BACK, source=i, target=i, page_hash=bytes([i]) * 16)
+        for i in range(NUM_PAGES)
+    ]
+    seen = torch.empty_like(before)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        engine.load_layers(moves, load)
+        for layer in range(LAYOUT.num_layers):
+            load.wait(layer)
+            seen[:, layer].copy_(pool.kv[:, layer])
+        torch.cuda.current_stream().synchronize()
+    assert engine.wait_idle(30) and all(ack.ok for ack in engine.take_acks())
+    assert torch.equal(seen, before) and torch.equal(pool.kv, before)
+    engine.close()
 
 
 def test_memory_is_unpinned_before_it_is_unmapped() -> None:
