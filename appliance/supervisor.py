@@ -40,6 +40,7 @@ POLL_S = 0.1
 EXIT_REFUSED = 1  # configuration or model is wrong
 KILL_AFTER_S = 5.0
 UNREAD_DRAIN_S = 1.0
+ORPHANS_S = 15.0  # beyond their drains, for the children of a supervisor that died
 STATE_FILE = "state.json"
 CONFIG_FILE = "config.json"
 ENGINE_CONFIG_FILE = "engine.json"
@@ -93,19 +94,38 @@ def bind_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def lock_run_dir(run_dir: Path) -> IO[str]:
-    """Take the run directory for this appliance; the lock lasts while the file is open.
+def lock_run_dir(run_dir: Path, *, wait_s: float = 0.0) -> IO[str]:
+    """Take the run directory for this appliance.
 
-    Raises: StartError if another appliance runs there.
+    The lock lasts while the file is open here or in a child that it was passed to. Processes of an
+    appliance that died are waited for: what they finish is theirs.
+
+    Raises: StartError if another appliance runs there, or what it left does not end in `wait_s`.
     """
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = (run_dir / "lock").open("w")
+    deadline_s = time.monotonic() + wait_s
+    is_told = False
+    while not _try_lock(lock):
+        if read_state(run_dir) is not None:
+            lock.close()
+            raise StartError(f"server.run_dir: another appliance runs in {run_dir}")
+        if time.monotonic() >= deadline_s:
+            lock.close()
+            raise StartError(f"server.run_dir: another appliance in {run_dir} has not ended yet")
+        if not is_told:
+            logger.warning("an appliance that died in %s still ends; waiting for it", run_dir)
+            is_told = True
+        time.sleep(POLL_S)
+    return lock
+
+
+def _try_lock(lock: IO[str]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        lock.close()
-        raise StartError(f"server.run_dir: another appliance runs in {run_dir}") from None
-    return lock
+        return False
+    return True
 
 
 @dataclass(slots=True)
@@ -118,6 +138,7 @@ class Supervisor:
     config: ApplianceConfig
     engine_module: str = "engine.process"
     _listener: socket.socket | None = None
+    _lock_fd: int = -1
     _children: list[Child] = field(default_factory=list)
     _mooncake: MooncakeChildren | None = None
     _ready: bool = False
@@ -129,7 +150,9 @@ class Supervisor:
         Raises: StartError before anything was started.
         """
         server = self.config.server
-        lock = lock_run_dir(server.run_dir)
+        drain_s = max(server.drain_s, self.config.engine.drain_s)
+        lock = lock_run_dir(server.run_dir, wait_s=drain_s + ORPHANS_S)
+        self._lock_fd = lock.fileno()
         try:
             self._listener = bind_listener(server.host, server.port)
             signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISED_SIGNALS)
@@ -175,6 +198,7 @@ class Supervisor:
             ("engine", self.engine_module, engine_args, (memory_fd, pulse.fd), pulse),
             ("api", "appliance.api_main", api_args, (fd, api_pulse.fd), api_pulse),
         ):
+            fds = (*fds, self._lock_fd)  # nobody else starts here before they have ended
             child = Child(name, module, args, RestartPolicy(server.max_restarts), fds, watched)
             self._children.append(child)
             child.start()

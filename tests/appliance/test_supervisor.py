@@ -37,6 +37,15 @@ pathlib.Path(__file__).with_name("listens").touch()
 while len(asked) < 2: time.sleep(0.02)
 pathlib.Path(__file__).with_name("ended").write_text("by itself")
 """
+SLOW_ENGINE = """
+import pathlib, signal, time
+here = pathlib.Path(__file__).parent
+asked = []
+signal.signal(signal.SIGTERM, lambda *a: asked.append(1))
+with (here / "starts").open("a") as starts:
+    starts.write("+")
+while not (asked and (here / "may_end").exists()): time.sleep(0.02)
+"""
 API_CHILD = """
 import http.server, socket, sys
 import os, threading, time
@@ -213,6 +222,26 @@ def test_children_do_not_outlive_a_killed_supervisor(folder: Path) -> None:
     wait_for(lambda: not is_alive(pids["engine"]) and not is_alive(pids["api"]))
 
 
+def test_an_appliance_starts_once_what_a_killed_supervisor_left_has_ended(folder: Path) -> None:
+    """Else two API processes would go on with the same turns, and an engine find no place."""
+    first = Running(folder, engine=SLOW_ENGINE)
+    pids = dict(first.wait_ready()["pids"])  # type: ignore[call-overload]
+    wait_for((folder / "starts").exists)
+    first.process.kill()
+    first.process.wait(10)
+    second = Running(folder, engine=SLOW_ENGINE)
+    assert second.process.stderr is not None
+    assert any("still ends; waiting for it" in line for line in second.process.stderr)
+    assert is_alive(pids["engine"]) and (folder / "starts").read_text() == "+"
+    (folder / "may_end").touch()
+    wait_for(lambda: dict(second.state()["pids"])["supervisor"] == second.process.pid)  # type: ignore[call-overload]
+    assert not is_alive(pids["engine"]) and not is_alive(pids["api"])
+    first.process.communicate(timeout=10)
+    second.wait_ready()
+    wait_for(lambda: (folder / "starts").read_text() == "++")
+    assert second.stop()[0] == 0
+
+
 @pytest.mark.parametrize("status", [1, 3])
 def test_an_engine_that_cannot_start_ends_the_appliance_with_status_1(
     folder: Path, status: int
@@ -224,8 +253,19 @@ def test_an_engine_that_cannot_start_ends_the_appliance_with_status_1(
 
 
 def test_one_run_directory_holds_one_appliance(folder: Path) -> None:
-    with lock_run_dir(folder / "run"), pytest.raises(StartError, match="another appliance"):
-        lock_run_dir(folder / "run")
+    with lock_run_dir(folder / "run"):
+        state = {"pids": {"supervisor": os.getpid()}}
+        (folder / "run" / "state.json").write_text(json.dumps(state))
+        with pytest.raises(StartError, match="another appliance runs in"):
+            lock_run_dir(folder / "run", wait_s=3600.0)
+
+
+def test_what_a_dead_appliance_left_and_does_not_end_is_named(folder: Path) -> None:
+    with (
+        lock_run_dir(folder / "run"),
+        pytest.raises(StartError, match="another appliance in .* has not ended yet"),
+    ):
+        lock_run_dir(folder / "run", wait_s=0.0)
 
 
 def test_a_port_in_use_is_named() -> None:
