@@ -6,7 +6,7 @@
 `moorage serve` with a tiny random model (fp32, greedy), pools that hold a fraction of what is
 asked, L2 in the supervisor's memory, the file store below. Killed with SIGKILL: the engine, the
 API process, both, the supervisor alone, the whole tree; the engine is also stopped and goes on,
-and all of it is asked to end (SIGTERM) and started again.
+and it, or all, is asked to end (SIGTERM).
 The clients reconnect and check what they see (`ide_client`, `ide_agent`). At the end every answer
 is compared with the model itself, computed apart from the engine; every turn whose end was seen is
 in its history; nothing runs, every page is in its one place, `moorage doctor` says ok, no process
@@ -52,6 +52,7 @@ KINDS = {  # what is killed, how often
     "api": 6,
     "engine api": 4,
     "engine stops": 3,
+    "engine asked": 2,
     "tree": 2,
     "supervisor": 3,
     "restart": 2,
@@ -73,7 +74,7 @@ class Appliance:
             f"server.port={self.port}",
             f"server.state_dir={folder}/s",
             f"server.run_dir={folder}/r",
-            "server.drain_s=2",
+            "server.drain_s=4",
             "server.heartbeat_s=1",
             "server.max_restarts=1000",
             f"engine.model={model}",
@@ -82,7 +83,7 @@ class Appliance:
             "engine.page_size=16",
             f"engine.max_context_len={CONTEXT_LEN}",
             f"engine.kv_pool_tokens={CONTEXT_LEN}",
-            "engine.drain_s=1",
+            "engine.drain_s=3",
             "engine.tiers.l2_bytes=1500000",
             f"engine.tiers.l3_quota_bytes={64 << 20}",
             "engine.tiers.l3_wait_ms=2000",
@@ -177,6 +178,8 @@ class Killer:
             await self._pause_engine(before)
         elif kind in ("tree", "supervisor"):
             await self._kill_supervisor(kind, before)
+        elif kind == "engine asked":
+            await self._kill_children(["engine"], before, signal.SIGTERM)
         elif kind == "restart":
             await self.appliance.stop()
             self.appliance.start()
@@ -194,10 +197,12 @@ class Killer:
             await asyncio.sleep(self.rng.uniform(0.5, 4.0))
             os.kill(pid, signal.SIGCONT)
 
-    async def _kill_children(self, names: list[str], before: dict[str, int]) -> None:
+    async def _kill_children(
+        self, names: list[str], before: dict[str, int], how: signal.Signals = signal.SIGKILL
+    ) -> None:
         for name in names:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(before[name], signal.SIGKILL)
+                os.kill(before[name], how)
 
         async def are_back() -> bool:
             now = self.appliance.pids

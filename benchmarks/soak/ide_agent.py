@@ -312,5 +312,5 @@ def is_bound(body: Json) -> bool:
 def _passing(path: str, answer: Any) -> None:
     """Nothing, where an error is one that a restart explains. Raises: Difference."""
     error = answer.get("error") or answer
-    if error.get("code") not in COME_BACK:
+    if not {error.get("code"), error.get("x_code")} & COME_BACK:
         raise Difference(f"{path}: {answer}")

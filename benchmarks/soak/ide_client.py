@@ -148,7 +148,8 @@ class Connection:
                 reply = await self.http.request(method, path, json=body, headers=headers)
                 answer = _json_of(reply)
                 code = _code_of(answer)
-                is_final = "turn_id" in (answer.get("error") or {})
+                # What a turn failed with stays; a turn that goes on elsewhere says so as well.
+                is_final = "turn_id" in (answer.get("error") or {}) and code != "draining"
                 if reply.status_code != 503 or code not in COME_BACK or is_final:
                     return reply.status_code, answer
                 why = f"{code}"
