@@ -198,8 +198,8 @@ class Supervisor:
             ("engine", self.engine_module, engine_args, (memory_fd, pulse.fd), pulse),
             ("api", "appliance.api_main", api_args, (fd, api_pulse.fd), api_pulse),
         ):
-            fds = (*fds, self._lock_fd)  # nobody else starts here before they have ended
-            child = Child(name, module, args, RestartPolicy(server.max_restarts), fds, watched)
+            kept = (*fds, self._lock_fd)  # nobody else starts here before they have ended
+            child = Child(name, module, args, RestartPolicy(server.max_restarts), kept, watched)
             self._children.append(child)
             child.start()
         self._write_state()
