@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from engine.api import CacheHit
 from sessions.session import Session, SuspendedKv
 from sessions.turn_log import Record, TurnLog
@@ -25,6 +27,30 @@ MODEL_CHANGED = "model_changed"
 HEAD_CHANGED = "settings_changed"
 COMPACTED = "compacted"
 REASONING_DROPPED = "reasoning_dropped"
+
+
+class StoredReport(msgspec.Struct, kw_only=True):
+    """What may stand under REPORT; a turn of this process writes no other."""
+
+    reusable: int = 0
+    engine_instance: str = ""
+    expected: int = 0
+    miss: dict[str, Any] | None = None
+    committed_tokens: int = 0
+    grammar_fallback: list[dict[str, Any]] = []
+    invalid_calls: list[dict[str, Any]] = []
+    problems: list[dict[str, Any]] = []
+    rewritten: str = ""
+    reasoning_dropped: bool = False
+
+
+def report_problem(record: Record) -> str | None:
+    """What is wrong with the report of a record from elsewhere, or None."""
+    try:
+        msgspec.convert(record.params.get(REPORT), StoredReport | None)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

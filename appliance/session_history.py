@@ -7,22 +7,24 @@ Does not know: HTTP, turns that run (a running turn is in the way of all that mo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from appliance import turn_view
 from appliance.api.wire_sessions import Rollback
+from appliance.cache_report import REPORT, report_problem
 from appliance.races import racing
 from appliance.services import DEFAULT_TENANT, Services
 from appliance.session_settings import check_imported, fitting
 from appliance.text_limits import ContextExceeded
 from engine.errors import EngineError
+from sessions.errors import ImportFormatError
 from sessions.export import export_lines, import_lines
 from sessions.history import rollback
 from sessions.session import Session
 from sessions.store import ListQuery
-from sessions.turn_log import TurnLog
+from sessions.turn_log import Record, TurnLog
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class SessionHistory:
             now_ms=services.clock_ms(),
             vocab_size=services.assets.vocab_size,
         )
+        check_reports(records)
         settings = fitting(session.settings, services.max_context_len)
         session = replace(session, model=services.check_model(session.model), settings=settings)
         check_imported(settings)
@@ -108,6 +111,14 @@ async def release_kv(
             await services.client.move_prefix(log.token_ids, "none", salt=salt, timeout_s=FORGET_S)
         except EngineError as error:  # it decays instead
             logger.info("lower tiers not told: %s", error, extra={"session_id": session.id})
+
+
+def check_reports(records: Sequence[Record]) -> None:
+    """Raise ImportFormatError for what a turn cannot have reported of itself."""
+    for number, record in enumerate(records, start=2):
+        problem = report_problem(record)
+        if problem is not None:
+            raise ImportFormatError(f"line {number}: params.{REPORT}: {problem}", param="body")
 
 
 def check_fits(session: Session, limit: int, path: str, *, num_new: int = 0) -> None:

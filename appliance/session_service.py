@@ -153,7 +153,7 @@ class SessionService:
             await self._services.client.release_lease(lease.id)
         await store.delete(session_id)
         for record in log.records:
-            self._services.journals.drop(record.id)
+            self._services.journals.drop_of(session_id, record.id)
         if release:
             await release_kv(self._services, session, log)
         logger.info("session closed", extra={"session_id": session_id})

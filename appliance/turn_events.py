@@ -370,6 +370,14 @@ class EventJournals:
             if time.time() - path.stat().st_mtime > self.replay_s:
                 path.unlink(missing_ok=True)
 
+    def drop_of(self, session_id: str, turn_id: str) -> None:
+        """Forget a turn's events now if they are this session's.
+
+        A fork has its parent's turns in its history, and an imported copy those of its original.
+        """
+        if self.find(session_id, turn_id) is not None:
+            self.drop(turn_id)
+
     def drop(self, turn_id: str) -> None:
         """Forget one turn's events now (its session was deleted, or they expired)."""
         events = self._turns.pop(turn_id, None)

@@ -11,6 +11,7 @@ import re
 from sessions.errors import SettingError
 
 _UNIT_MS = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+MAX_DURATION_MS = 999_999_999 * _UNIT_MS["d"]  # the longest that can be written
 _DURATION = re.compile(r"(\d{1,9})(ms|s|m|h|d)\Z")
 
 

@@ -9,6 +9,7 @@ be computed from the records is computed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -19,12 +20,15 @@ from sessions import token_codec
 from sessions.errors import BadInput, ImportFormatError
 from sessions.history import on_history
 from sessions.items import item_to_wire, parse_items
+from sessions.residency import HASH_BYTES
 from sessions.session import Session, UsageTotals, new_session
 from sessions.settings import SessionSettings
-from sessions.turn_log import Record, TurnLog
+from sessions.turn_log import KINDS, STATUSES, Record, TurnLog
 
 FORMAT: Final = 1
 MAX_LINE_BYTES: Final = 64 << 20
+MAX_REVISION: Final = 1 << 53
+_RECORD_ID = re.compile(r"(?:turn|batch)_[0-9A-Za-z_-]{1,64}\Z")
 
 
 class Header(msgspec.Struct, tag="session", kw_only=True, frozen=True):
@@ -152,8 +156,18 @@ def _checked_header(header: Header, number: int) -> Header:
 def _checked_record(record: Record, number: int, vocab_size: int | None) -> Record:
     if not record.committed:
         _fail(number, "an uncommitted record")
+    if not _RECORD_ID.match(record.id):  # files are named by it
+        _fail(number, f"record id {record.id[:80]!r}: must read turn_... or batch_...")
+    if record.kind not in KINDS or record.status not in STATUSES:
+        _fail(number, f"a record of kind {record.kind[:80]!r} and status {record.status[:80]!r}")
+    if not 0 <= record.revision < MAX_REVISION:
+        _fail(number, f"revision {record.revision}")
+    if len(record.page_hashes) % HASH_BYTES:
+        _fail(number, f"page_hashes: {len(record.page_hashes)} bytes; a hash has {HASH_BYTES}")
     try:
         record.validate()
+        token_codec.count(record.input_token_ids)
+        token_codec.count(record.output_token_ids)
         wire: list[dict[str, Any]] = [item_to_wire(item) for item in record.items]
         parse_items(wire, path=f"line {number}: items")
     except ValueError as error:

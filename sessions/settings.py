@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from sessions.durations import parse_duration
+from sessions.durations import MAX_DURATION_MS, parse_duration
 from sessions.errors import SettingError
 
 ON_CONFLICT: Final = ("reject", "queue", "interrupt")
@@ -100,14 +100,21 @@ class SessionSettings:
         _one_of("on_disconnect", self.on_disconnect, ON_DISCONNECT)
         _one_of("reasoning.history", self.reasoning.history, REASONING_HISTORY)
         _one_of("context.on_overflow", self.context.on_overflow, ON_OVERFLOW)
-        if self.context.max_tokens is not None and self.context.max_tokens < 1:
-            _fail("context.max_tokens", self.context.max_tokens, "at least 1")
+        max_tokens = self.context.max_tokens
+        if max_tokens is not None and not 1 <= max_tokens < 2**31:
+            _fail("context.max_tokens", max_tokens, "at least 1, of 32 bits")
         if not 0.0 < self.context.compact_at <= 1.0:
             _fail("context.compact_at", self.context.compact_at, "above 0, at most 1")
         if not 0.0 < self.context.compact_to < self.context.compact_at:
             _fail("context.compact_to", self.context.compact_to, "above 0, below compact_at")
-        if self.expires_after_ms < 1:
+        if not 1 <= self.expires_after_ms <= MAX_DURATION_MS:
             _fail("expires_after", f"{self.expires_after_ms} ms", "a positive duration")
+        for tier in TIERS:
+            hold_ms = getattr(self.hold, f"{tier}_ms")
+            if not 0 <= hold_ms <= MAX_DURATION_MS:
+                _fail(f"cache.hold.{tier}", f"{hold_ms} ms", "a duration")
+        if not -(2**31) <= self.priority < 2**31:
+            _fail("priority", self.priority, "a number of 32 bits")
 
     def changed(self, **changes: Any) -> SessionSettings:
         """A validated copy with mutable settings replaced."""

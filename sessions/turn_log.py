@@ -28,11 +28,13 @@ TURN: Final = "turn"  # a generation: input items and what the model made of the
 ITEMS: Final = "items"  # items appended without generating
 PRELUDE: Final = "prelude"  # the head of the history: instructions and tools as tokens
 COMPACTION: Final = "compaction"  # starts a new history that stands for an older one
+KINDS: Final = (TURN, ITEMS, PRELUDE, COMPACTION)
 
 COMPLETED: Final = "completed"
 INCOMPLETE: Final = "incomplete"
 CANCELLED: Final = "cancelled"
 FAILED: Final = "failed"
+STATUSES: Final = (COMPLETED, INCOMPLETE, CANCELLED, FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

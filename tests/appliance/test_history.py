@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,6 +144,72 @@ def test_a_broken_or_foreign_export_is_refused_with_its_line(app: RunningApp) ->
         assert text in reply.json()["error"]["message"]
     assert len(app.get("/v1/sessions", params={"limit": 1000}).json()["data"]) == num_before
     assert app.error(app.get("/v1/sessions/sess_x/export"))[:2] == (404, "session_not_found")
+
+
+ODD: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1.5, 2**63, "", "x", "\0", "/w==", [], {}, [1], [-1], {"a": 1}),
+    *("../x", "turn_x"),
+)
+
+
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from paths_of(value[key], (*path, key))
+
+
+def with_value(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
+    if not path:
+        return odd
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    changed[path[0]] = with_value(value[path[0]], path[1:], odd)
+    return changed
+
+
+def test_a_changed_export_is_refused_or_makes_a_session_that_can_be_used(app: RunningApp) -> None:
+    """Any value of any field, and all that reads a session: no answer is an internal error."""
+    session_id = app.session(instructions="Be brief.", metadata={"k": "v"})
+    for text in ("a", "b"):
+        app.turn(session_id, text)
+    export = app.get(f"/v1/sessions/{session_id}/export").text
+    lines = [json.loads(line) for line in export.splitlines()]
+    every = [(path, odd) for path in paths_of(lines) for odd in ODD]
+    taken = 0
+    for path, odd in random.Random(5).sample(every, 250):
+        body = "\n".join(map(json.dumps, with_value(lines, path, odd)))
+        reply = app.http.post("/v1/sessions/import", content=body)
+        assert reply.status_code < 500, (path, odd, reply.text)
+        if reply.status_code != 200:
+            assert app.error(reply)[0] in (400, 404), (path, odd)
+            continue
+        taken += 1
+        copy = f"/v1/sessions/{reply.json()['id']}"
+        replies = [app.get(f"{copy}/{what}") for what in ("items", "tokens", "turns", "cache")]
+        turn = {"input": "x", "auto_close_calls": True}
+        replies += [app.get(f"{copy}/export"), app.post(f"{copy}/turns", turn)]
+        replies += [app.post(f"{copy}/rollback", {"to": 0}), app.http.delete(copy)]
+        assert all(one.status_code < 500 for one in replies), (path, odd, replies)
+    assert 20 < taken < 200
+
+
+def test_events_outlive_a_fork_and_a_copy_that_have_the_same_turns(app: RunningApp) -> None:
+    session_id = app.session()
+    turn_id = app.turn(session_id, "a")["id"]
+    events = f"/v1/sessions/{session_id}/turns/{turn_id}/events"
+    told = app.get(events).text
+    assert "turn.completed" in told
+    fork = app.post(f"/v1/sessions/{session_id}/fork").json()["data"][0]["id"]
+    export = app.get(f"/v1/sessions/{session_id}/export").content
+    copy = app.post("/v1/sessions/import", content=export).json()["id"]
+    for other in (fork, copy):
+        assert app.http.delete(f"/v1/sessions/{other}").status_code == 200
+        assert app.get(events).text == told
+    journals = app.services.journals.directory
+    assert list(journals.glob(f"{turn_id}*"))
+    app.http.delete(f"/v1/sessions/{session_id}")
+    assert not list(journals.glob(f"{turn_id}*"))
 
 
 def test_a_quota_of_tokens_stops_turns_items_and_new_sessions(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,6 +43,11 @@ def changed(lines: list[bytes], index: int, change: Any) -> list[bytes]:
     line = json.loads(lines[index])
     change(line)
     return [*lines[:index], json.dumps(line).encode(), *lines[index + 1 :]]
+
+
+def of_record(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of some fields of a line's record."""
+    return lambda line: line["record"].update(fields)
 
 
 def test_lines_are_json_with_tokens_as_int32_base64() -> None:
@@ -106,6 +112,22 @@ def test_a_missing_or_repeated_record_is_refused() -> None:
         (1, lambda line: line.update(type="odd"), "line 2: "),
         (2, lambda line: line["record"].update(input_token_ids="AAA="), "line 3: .*int32"),
         (2, lambda line: line["record"].update(input_token_ids="////fw=="), "line 3: item_token"),
+        (2, of_record(input_token_ids="/w==", item_token_ends=[]), "line 3: .*int32"),
+        (2, of_record(output_token_ids="/w==", item_token_ends=[]), "line 3: .*int32"),
+        (2, of_record(page_hashes="/w=="), "line 3: page_hashes: 1 bytes"),
+        (2, of_record(id="turn_\0"), "line 3: record id"),
+        (2, of_record(id="../../turn_1"), "line 3: record id"),
+        (2, of_record(id="/tmp/turn_1"), "line 3: record id"),
+        (2, of_record(id="turn_" + "1" * 300), "line 3: record id"),
+        (2, of_record(kind="odd"), "line 3: a record of kind 'odd'"),
+        (2, of_record(status="odd"), "line 3: .*status 'odd'"),
+        (2, of_record(revision=2**63), "line 3: revision 9223372036854775808"),
+        (2, of_record(revision=-1), "line 3: revision -1"),
+        (0, lambda line: line["settings"].update(expires_after_ms=2**63), "expires_after"),
+        (0, lambda line: line["settings"].update(priority=2**31), "priority"),
+        (0, lambda line: line["settings"]["hold"].update(l2_ms=-1), "cache.hold.l2"),
+        (0, lambda line: line["settings"]["hold"].update(l3_ms=2**63), "cache.hold.l3"),
+        (0, lambda line: line["settings"]["context"].update(max_tokens=2**31), "max_tokens"),
         (2, lambda line: line["record"].update(committed=False), "line 3: an uncommitted"),
         (2, lambda line: line["record"]["input_items"][0].update(role="robot"), "line 3: .*role"),
         (2, lambda line: line["record"].update(revision=9), "revision 2 after 9"),
