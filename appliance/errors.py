@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE = 2000  # characters: a message shows what was sent, which may be any length
 
 STATUS_BY_CODE: dict[str, int] = {
     # what was sent cannot be understood
@@ -121,6 +122,8 @@ class ApiError(Exception):
     extra: Mapping[str, Any] | None = None  # more fields of the error object
 
     def __post_init__(self) -> None:
+        if len(self.message) > MAX_MESSAGE:
+            self.message = self.message[: MAX_MESSAGE - 3] + "..."
         super().__init__(self.message)
 
     @property

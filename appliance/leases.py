@@ -257,7 +257,7 @@ class LeaseService:
         """Ask the engine. Raises what `TurnLog.cut` raises."""
         services = self._services
         log = await services.store.read_log(session)
-        num_tokens = log.num_tokens_until(upto)
+        num_tokens = log.num_tokens_until(upto, param="upto")
         if most_tokens is not None:
             num_tokens = min(num_tokens, most_tokens)
         if not num_tokens:

@@ -52,7 +52,7 @@ class SessionViews:
         if after is not None:
             position = next((i for i, item in enumerate(items) if item.id == after), None)
             if position is None:
-                raise ItemNotFound(after)
+                raise ItemNotFound(after, param="after")
             start = position + 1
         page = items[start : start + limit]
         return page_wire([item_wire(item) for item in page], start + limit < len(items))

@@ -89,16 +89,16 @@ class SessionNotFound(SessionError):
 class TurnNotFound(SessionError):
     code = "turn_not_found"
 
-    def __init__(self, turn_id: str) -> None:
-        super().__init__(f"no turn {turn_id!r} in this session")
+    def __init__(self, turn_id: str, *, param: str | None = None) -> None:
+        super().__init__(f"no turn {turn_id!r} in this session", param=param)
         self.turn_id = turn_id
 
 
 class ItemNotFound(SessionError):
     code = "item_not_found"
 
-    def __init__(self, item_id: str) -> None:
-        super().__init__(f"no item {item_id!r} in this session")
+    def __init__(self, item_id: str, *, param: str | None = None) -> None:
+        super().__init__(f"no item {item_id!r} in this session", param=param)
         self.item_id = item_id
 
 

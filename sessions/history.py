@@ -55,7 +55,7 @@ def rollback(
     `Session.check_ready` raise.
     """
     session.check_ready(now_ms)
-    cut = log.cut(to)
+    cut = log.cut(to, param="to")
     own = () if cut.part is None else (cut.part,)
     return _moved(session, log, cut.num_records, own, now_ms)
 

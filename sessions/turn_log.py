@@ -214,8 +214,10 @@ class TurnLog:
         """The record with this id, or None."""
         return next((r for r in reversed(self.records) if r.id == record_id), None)
 
-    def cut(self, at: str | int) -> Cut:
+    def cut(self, at: str | int, *, param: str = "at") -> Cut:
         """Resolve "head", a turn id, an item id or a revision to the point just after it.
+
+        `param`: the field that `at` stands in, for the errors.
 
         Raises `TurnNotFound`, `ItemNotFound`, or `ForkPointError` for a point inside a record
         whose item boundaries are unknown.
@@ -223,43 +225,43 @@ class TurnLog:
         if at == "head":
             return Cut(num_records=len(self.records))
         if isinstance(at, int):
-            return self._cut_at_revision(at)
+            return self._cut_at_revision(at, param)
         for index in range(len(self.records) - 1, -1, -1):
             if self.records[index].id == at:
                 return Cut(num_records=index + 1)
         if at.startswith("turn_"):
-            raise TurnNotFound(at)
-        return self._cut_at_item(at)
+            raise TurnNotFound(at, param=param)
+        return self._cut_at_item(at, param)
 
-    def num_tokens_until(self, at: str | int) -> int:
+    def num_tokens_until(self, at: str | int, *, param: str = "at") -> int:
         """Length in tokens of the history up to `at`. Raises what `cut` raises."""
-        cut = self.cut(at)
+        cut = self.cut(at, param=param)
         whole = sum(record.num_tokens for record in self.records[: cut.num_records])
         return whole + (cut.part.num_tokens if cut.part is not None else 0)
 
-    def _cut_at_revision(self, revision: int) -> Cut:
+    def _cut_at_revision(self, revision: int, param: str) -> Cut:
         num_records = sum(record.revision <= revision for record in self.records)
         if revision < 0 or (self.records and revision > self.records[-1].revision):
-            raise ForkPointError(f"revision {revision} is not in this history", param="to")
+            raise ForkPointError(f"revision {revision} is not in this history", param=param)
         return Cut(num_records=num_records)
 
-    def _cut_at_item(self, item_id: str) -> Cut:
+    def _cut_at_item(self, item_id: str, param: str) -> Cut:
         for index in range(len(self.records) - 1, -1, -1):
             record = self.records[index]
             for position, item in enumerate(record.items):
                 if item.id == item_id:
-                    return _cut_inside(record, index, position + 1)
-        raise ItemNotFound(item_id)
+                    return _cut_inside(record, index, position + 1, param)
+        raise ItemNotFound(item_id, param=param)
 
 
-def _cut_inside(record: Record, index: int, num_items: int) -> Cut:
+def _cut_inside(record: Record, index: int, num_items: int, param: str) -> Cut:
     if num_items == len(record.items):
         return Cut(num_records=index + 1)
     if not record.item_token_ends:
         raise ForkPointError(
             f"item {record.items[num_items - 1].id!r} lies inside {record.id!r}, whose item "
             f"boundaries are unknown (allowed: {record.id!r} itself)",
-            param="at",
+            param=param,
         )
     return Cut(num_records=index, part=_head_of(record, num_items))
 

@@ -184,7 +184,57 @@ def test_a_second_turn_while_one_runs_is_409_with_the_turn_s_id(app: RunningApp)
 
 def test_an_unknown_route_and_method_answer_in_the_same_envelope(app: RunningApp) -> None:
     assert app.error(app.get("/v1/nothing"))[:2] == (404, "not_found")
-    assert app.error(app.http.put("/v1/sessions"))[:2] == (405, "method_not_allowed")
+    for path, methods in (
+        ("/v1/sessions", "GET, POST"),
+        ("/v1/sessions/sess_x", "DELETE, GET, POST"),
+        ("/v1/chat/completions", "POST"),
+        ("/v1/messages", "POST"),
+        ("/health", "GET"),
+    ):
+        reply = app.http.put(path)
+        assert reply.status_code == 405
+        assert reply.json()["error"]["message"].endswith(f"(allowed: {methods})")
+        assert reply.headers["Allow"] == methods
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("turns", {"input": {"role": "user"}},
+         'input: expected an array or a string; got {"role": "user"}'),
+        ("turns", {"input": "x", "stop": 5}, "stop: expected a string or an array; got 5"),
+        ("turns", {"input": "x", "top_p": "1"}, 'top_p: expected a number; got "1"'),
+        ("turns", {"input": "x", "stream": None}, "stream: expected true or false; got null"),
+        ("turns", {"input": "x", "top_k": 1.5}, "top_k: expected an integer; got 1.5"),
+        ("turns", [True], "body: expected an object; got [true]"),
+        ("/v1/chat/completions", {"model": "default", "messages": "x"},
+         'messages: expected an array; got "x"'),
+        ("/v1/sessions", {"model": "default", "metadata": []},
+         "metadata: expected an object; got []"),
+        ("turns", {"input": "x", "max_tokens": 5},
+         "max_tokens: unknown field (hint: did you mean max_output_tokens?)"),
+        ("/v1/sessions", {"model": "default", "cache": {"hodl": {}}},
+         "cache.hodl: unknown field (hint: did you mean hold?)"),
+        ("/v1/sessions", {"model": "default", "cache": {"lease": {"ttl": "1m", "x": 1}}},
+         "cache.lease.x: unknown field (known: tier, ttl, renew_on_use)"),
+        ("fork", {"when": "head"}, "when: unknown field (known: at, n, metadata)"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_refusal_says_what_was_expected_in_words_of_json(
+    app: RunningApp, path: str, body: Any, message: str
+) -> None:
+    where = path if path.startswith("/") else f"/v1/sessions/{app.session()}/{path}"
+    reply = app.http.post(where, json=body)
+    assert (reply.status_code, reply.json()["error"]["message"]) == (400, message)
+
+
+def test_a_browser_is_led_to_the_page_and_nowhere_else(app: RunningApp) -> None:
+    reply = app.get("/")
+    assert (reply.status_code, reply.headers["Location"]) == (307, "/dashboard")
+    for path in ("/docs", "/redoc"):  # pages that would run scripts from another origin
+        assert app.error(app.get(path))[:2] == (404, "not_found")
+    assert app.get("/openapi.json").json()["info"]["title"] == "Moorage"
 
 
 def test_a_cursor_that_is_no_number_is_refused(app: RunningApp) -> None:
@@ -309,3 +359,36 @@ def test_a_list_goes_on_after_any_session_and_after_nothing_else(app: RunningApp
     assert page["data"][0]["id"] == first
     reply = app.get("/v1/sessions", params={"after": "zzz"})
     assert app.error(reply) == (400, "invalid_value", "after")
+
+
+@pytest.mark.parametrize("unknown", ["item_x", "turn_x", "x", "\0"])
+def test_a_point_of_the_history_that_is_not_there_is_blamed_on_its_field(
+    app: RunningApp, unknown: str
+) -> None:
+    path = f"/v1/sessions/{app.session()}"
+    for reply, field in (
+        (app.post(f"{path}/fork", {"at": unknown}), "at"),
+        (app.post(f"{path}/rollback", {"to": unknown}), "to"),
+        (app.post(f"{path}/leases", {"ttl": "5m", "upto": unknown}), "upto"),
+        (app.get(f"{path}/items", params={"after": unknown}), "after"),
+    ):
+        assert app.error(reply)[0] == 404
+        assert reply.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/sessions/" + "s" * 20_000, None),
+        ("POST", "/v1/sessions", {"model": "default", "metadata": {"k" * 20_000: "v"}}),
+        ("POST", "/v1/sessions", {"model": "default", "parent_session_id": "s" * 20_000}),
+        ("POST", "/v1/messages", {"model": "m" * 20_000, "max_tokens": 1, "messages": []}),
+        ("POST", "/v1/chat/completions", {"model": "m" * 20_000, "messages": []}),
+    ],
+)
+def test_what_was_sent_is_shown_in_part(
+    app: RunningApp, method: str, path: str, body: Json | None
+) -> None:
+    reply = app.http.request(method, path, json=body)
+    assert 400 <= reply.status_code < 500
+    assert 20 < len(reply.json()["error"]["message"]) <= 2000
