@@ -34,6 +34,7 @@ from typing import Any
 import httpx
 
 from benchmarks.gpu.shapes import SHAPES, write_shape
+from benchmarks.source_tree import source_facts
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHARED_TOKENS = 4000
@@ -263,13 +264,11 @@ def about() -> dict[str, Any]:
     """The machine and the versions."""
     import torch
 
-    commit = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {
         "device": name,
         "torch": torch.__version__,
-        "commit": found.stdout.strip(),
+        **source_facts(),
         "date": time.strftime("%Y-%m-%d"),
     }
 

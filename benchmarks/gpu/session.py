@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One sitting at a GPU: what is to be checked and measured there, most wanted first.
 
-    python -m benchmarks.gpu.session --out DIR [--parts first | second | NAME,NAME ...]
+    python -m benchmarks.gpu.session --out DIR [--parts first | second | NAME,NAME ...] [--commit C]
     python -m benchmarks.gpu.session --out DIR --dry-run          without a GPU: tiny shapes
 
 Each part is a process of its own with a time limit of its own; one that fails or hangs costs the
 others nothing. Everything a part prints goes to DIR/NAME.log, its JSON lines to DIR/results.jsonl
-with the part's name, and one line a part says how it ended. `first` and `second` are halves of at
-most ten minutes. What a new kernel needs to become the default: its tests pass, and its figures
-beat those of the one before it in the same run (the pairs of `kernels` settings below).
+with the part's name and the source that ran, and one line a part says how it ended. `first` to
+`fifth` take at most ten minutes each. What a new kernel needs to become the default: its tests
+pass, and its figures beat those of the one before it in the same run (the pairs of `kernels`
+settings below).
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.source_tree import COMMIT_VARIABLE, source_facts
+
 ROOT = pathlib.Path(__file__).parents[2]
 TAIL_LINES = 25
 TESTS = "-m gpu -p no:benchmark -p no:cacheprovider -q -rf --timeout=150"
 TRIALS = (
     "tests/kernels/test_gpu_sampling.py tests/engine/test_gpu_deterministic.py"
     " tests/engine/test_gpu_speculation.py"
+)
+PREFILL_TESTS = (
+    "tests/kernels/test_mla_prefill.py tests/kernels/test_gpu_kernels.py"
+    " tests/engine/test_gpu_engine.py"
 )
 STEPS = "-m benchmarks.gpu.steps --only decode --steps 100"
 TINY_STEPS = "-m benchmarks.gpu.steps --shape tiny --weights bf16 --steps 3 --max-slots 4"
@@ -38,6 +45,14 @@ TINY_SERVER = (
     "-m benchmarks.gpu.engine --shape tiny --weights bf16 --cases 1x300x2,2x200x2 --new 20"
     " --output 8 --set engine.kv_dtype=auto --set engine.dtype=float32"
 )
+PREFILL = "-m benchmarks.gpu.steps --only prefill"
+TINY_PREFILL = f"{TINY_STEPS} --only prefill"
+PIECES = "--prefill-graphs"
+SERVED_PIECES = "--set engine.prefill_graphs=true"
+PLANES = "mla_prefill_planes=gluon_hopper"
+SUMS = "moe_w4=triton_combined"
+# Where a prefill's cost to streams shows: turns that come apart, over HTTP.
+TURNS = "-m benchmarks.gpu.engine --cases 1x65536x4,8x32768x5"
 DRAWS = "--temperature 0.8 --top-p 0.95"
 # 16 sessions of 32K tokens over a pool of a quarter of that, the rest in host memory.
 TIERS = (
@@ -141,6 +156,62 @@ PARTS = (
         dry="-m benchmarks.gpu.session --check-sampling",
     ),
     Part(
+        name="prefill_tests",
+        half="fourth",
+        limit_s=150,
+        command=f"-m pytest {TESTS} {PREFILL_TESTS}",
+        dry=f"-m pytest {TESTS} {PREFILL_TESTS}",
+    ),
+    Part(
+        name="prefill_bf16",
+        half="fourth",
+        limit_s=60,
+        command=f"{PREFILL} --kv-dtype bf16",
+        dry=TINY_PREFILL,
+    ),
+    Part(
+        name="prefill_bf16_pieces",
+        half="fourth",
+        limit_s=80,
+        command=f"{PREFILL} --kv-dtype bf16 {PIECES}",
+        dry=f"{TINY_PREFILL} {PIECES}",
+    ),
+    Part(
+        name="prefill_fp8",
+        half="fourth",
+        limit_s=60,
+        command=f"{PREFILL} --kv-dtype fp8",
+        dry=TINY_PREFILL,
+    ),
+    Part(
+        name="prefill_fp8_trial",
+        half="fourth",
+        limit_s=80,
+        command=f"{PREFILL} --kv-dtype fp8 {PIECES} --kernels {PLANES}",
+        dry=f"{TINY_PREFILL} {PIECES} --kernels mla_prefill_planes=reference",
+    ),
+    Part(
+        name="steps_fp8_sums",
+        half="fourth",
+        limit_s=80,
+        command=f"{STEPS} --kv-dtype fp8 --kernels {SUMS}",
+        dry=f"{TINY_STEPS} --only decode --kernels moe_w4=reference",
+    ),
+    Part(
+        name="server_fp8_trial",
+        half="fifth",
+        limit_s=170,
+        command=f"{TURNS} --kv fp8 {SERVED_PIECES} --set engine.kernels={PLANES},{SUMS}",
+        dry=f"{TINY_SERVER} {SERVED_PIECES}",
+    ),
+    Part(
+        name="server_bf16_pieces",
+        half="fifth",
+        limit_s=170,
+        command=f"{TURNS} {SERVED_PIECES}",
+        dry=f"{TINY_SERVER} {SERVED_PIECES}",
+    ),
+    Part(
         name="all_tests",
         half="third",
         limit_s=330,
@@ -229,17 +300,25 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu-session"))
     parser.add_argument("--parts", default="all")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument(
+        "--commit", default="", help="where this is a copy without history: $(git rev-parse HEAD)"
+    )
     parser.add_argument("--check-sampling", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.check_sampling:
         return check_sampling()
     args.out.mkdir(parents=True, exist_ok=True)
+    source = source_facts()
+    if args.commit:
+        source["commit"] = args.commit
+    os.environ[COMMIT_VARIABLE] = source["commit"]
     num_failed = 0
     with (args.out / "results.jsonl").open("a") as results:
         for part in chosen(args.parts):
             verdict = run_part(part, args.out, args.dry_run)
             found, tail = lines_of(args.out / f"{part.name}.log")
-            for line in [*({"part": part.name, **one} for one in found), verdict]:
+            for one in [*found, verdict]:
+                line = {"part": part.name, **one, **source}
                 print(json.dumps(line), flush=True)
                 print(json.dumps(line), file=results, flush=True)
             if verdict["rc"] != 0:

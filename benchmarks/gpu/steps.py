@@ -224,6 +224,7 @@ def tiny_runner(config: EngineConfig) -> DeviceModelRunner:
         max_context_len=1024,
         model_fingerprint="tiny",
         eager=True,
+        prefill_graphs=config.prefill_graphs,
     )
     runner.warm_up()
     return runner
@@ -235,6 +236,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--weights", default="nvfp4")
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "bf16", "fp8"))
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--prefill-graphs", action="store_true", help="as engine.prefill_graphs")
     parser.add_argument("--kernels", default="", help="as engine.kernels")
     parser.add_argument("--max-slots", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)
@@ -281,6 +283,7 @@ def main() -> None:
             token_budget=max(COLD_STEPS) + args.max_slots,
             max_context_len=131072,
             eager=args.eager,
+            prefill_graphs=args.prefill_graphs,
             kv_dtype=args.kv_dtype,
             kernels=args.kernels,
         )
@@ -298,6 +301,7 @@ def main() -> None:
                 "weights": args.weights,
                 "kv_dtype": args.kv_dtype,
                 "eager": args.eager,
+                "prefill_graphs": args.prefill_graphs,
                 "kernels": args.kernels,
                 **sampling,
                 "kv_pages": runner.num_pages,

@@ -145,10 +145,42 @@ def test_heads_that_do_not_fit_together_are_taken_in_groups(
     from benchmarks.gpu.prefill import PrefillCase
     from benchmarks.gpu.timing import relative_error
     from kernels.reference.mla_prefill import mla_prefill as reference
-    from kernels.triton import mla_prefill
+    from kernels.triton import mla_prefill, mla_prefill_scratch
 
     torch.manual_seed(1)
     arguments: tuple[Any, ...] = PrefillCase([(3000, 300)], poison=True).args
-    monkeypatch.setattr(mla_prefill, "EXPANDED_BYTES", 5 * 3328 * 512)
+    monkeypatch.setattr(mla_prefill_scratch, "EXPANDED_BYTES", 5 * 3328 * 512)
     found = mla_prefill.prefill_hopper(*arguments)
     assert relative_error(found, reference(*arguments)) < TOLERANCE
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rows", [[(0, 70)], [(0, 1), (5, 2), (1000, 300)], [(20000, 800)]])
+def test_latents_gathered_from_fp8_planes_have_the_bits_of_expanded_pages(
+    rows: list[tuple[int, int]],
+) -> None:
+    """Layer after layer over one StepWork; bytes where no token is are NaN."""
+    from benchmarks.gpu.prefill import PrefillCase
+    from kernels.latent_planes import E4M3_MAX, latent_planes
+    from kernels.ops.mla_prefill import mla_prefill
+    from kernels.selection import override
+    from kernels.step_work import StepWork
+
+    torch.manual_seed(2)
+    case = PrefillCase(rows, poison=True)
+    q, w_uk, w_uv, pool, *rest = case.args
+    num_pages, page = pool.shape[:2]
+    coded = torch.full((num_pages, 2, page * 656), 0xFF, dtype=torch.uint8, device="cuda")
+    planes = latent_planes(coded[:, 1], 512, 64)
+    real = pool.float()
+    planes.values.copy_((real[..., :512] * 64).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
+    planes.scales.fill_(2.0**-6)
+    planes.rope.copy_(real[..., 512:])
+    work = StepWork()
+    for _ in range(2):
+        args = (q, w_uk, w_uv, coded[:, 1], *rest)
+        wanted = mla_prefill(*args)
+        with override("mla_prefill_planes", "gluon_hopper"):
+            found = mla_prefill(*args, work)
+        assert bool(torch.isfinite(found).all()) and torch.equal(found, wanted)
