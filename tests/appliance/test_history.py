@@ -57,8 +57,8 @@ def test_a_rollback_takes_a_revision_or_an_item_or_the_head(app: RunningApp, by:
     ("body", "status", "code", "param"),
     [
         ({}, 400, "missing_field", "to"),
-        ({"to": "turn_x"}, 404, "turn_not_found", None),
-        ({"to": "item_x"}, 404, "item_not_found", None),
+        ({"to": "turn_x"}, 404, "turn_not_found", "to"),
+        ({"to": "item_x"}, 404, "item_not_found", "to"),
         ({"to": 99}, 400, "invalid_fork_point", "to"),
         ({"to": -1}, 400, "invalid_fork_point", "to"),
         ({"to": "head", "expect_revision": 7}, 409, "revision_conflict", "expect_revision"),

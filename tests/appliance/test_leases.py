@@ -87,8 +87,8 @@ def test_what_the_cache_or_the_budget_does_not_hold_is_not_granted(tmp_path: Pat
         ({"ttl": "0s"}, 400, "invalid_setting", "ttl"),
         ({"ttl": "999999999d"}, 400, "invalid_setting", "ttl"),
         ({"ttl": "1m", "tier": "l9"}, 400, "invalid_value", "tier"),
-        ({"ttl": "1m", "upto": "item_x"}, 404, "item_not_found", None),
-        ({"ttl": "1m", "upto": "turn_x"}, 404, "turn_not_found", None),
+        ({"ttl": "1m", "upto": "item_x"}, 404, "item_not_found", "upto"),
+        ({"ttl": "1m", "upto": "turn_x"}, 404, "turn_not_found", "upto"),
         ({"ttl": "1m", "pin": True}, 400, "unknown_field", "pin"),
     ],
 )
