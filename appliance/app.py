@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from appliance.api import (
     admin,
@@ -112,7 +114,13 @@ def create_app(services: Services) -> FastAPI:
         TurnWatchdog(services, turn_service.runner),
         TurnTakeover(services, turn_service),
     )
-    app = FastAPI(title="Moorage", version=VERSION, lifespan=lambda app: _life(context))
+    app = FastAPI(
+        title="Moorage",
+        version=VERSION,
+        lifespan=lambda app: _life(context),
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere into this origin
+        redoc_url=None,
+    )
     app.state.context = context
     for router in ROUTERS:
         app.include_router(router)
@@ -210,7 +218,7 @@ async def _sweep_forever(services: Services) -> None:
 def _add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def on_body_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _answer(request, as_body_error(error.errors()))
+        return _answer(request, as_body_error(error.errors(), _body_model(request)))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -221,7 +229,12 @@ def _add_error_answers(app: FastAPI) -> None:
             return _answer(request, ApiError("invalid_json", "the body is nested too deep"))
         known = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
         code = known.get(error.status_code, "invalid_request")
-        return _answer(request, ApiError(code, message))
+        if code != "method_not_allowed":
+            return _answer(request, ApiError(code, message))
+        methods = ", ".join(_methods_of(request))  # RFC 9110, 15.5.6: to be said
+        answer = _answer(request, ApiError(code, f"{message} (allowed: {methods})"))
+        answer.headers["Allow"] = methods
+        return answer
 
     for kind in (ApiError, SessionError, EngineError, ToolSchemaError):
         app.add_exception_handler(kind, _on_room_error)
@@ -230,6 +243,25 @@ def _add_error_answers(app: FastAPI) -> None:
     async def on_bug(request: Request, error: Exception) -> JSONResponse:
         logger.error("internal error in %s %s", request.method, request.url.path, exc_info=error)
         return _answer(request, as_api_error(error))
+
+
+def _routes_at(request: Request) -> Iterator[APIRoute]:
+    """Routes of this request's path, whatever their method."""
+    for route in (route for router in ROUTERS for route in router.routes):
+        if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE:
+            yield route
+
+
+def _methods_of(request: Request) -> list[str]:
+    return sorted({method for route in _routes_at(request) for method in route.methods})
+
+
+def _body_model(request: Request) -> object:
+    """What the body of this request is read as; None where there is no one model."""
+    for route in _routes_at(request):
+        if request.method in route.methods and route.body_field is not None:
+            return route.body_field.field_info.annotation
+    return None
 
 
 async def _on_room_error(request: Request, error: Exception) -> JSONResponse:

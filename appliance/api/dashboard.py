@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import resources
 
 from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 
 from appliance.errors import ApiError
 
@@ -40,6 +40,12 @@ def _read_files() -> dict[str, bytes]:
 
 
 FILES = _read_files()
+
+
+@router.get("/", include_in_schema=False)
+async def front_door() -> RedirectResponse:
+    """Lead a browser that was given the server's address to the page."""
+    return RedirectResponse("/dashboard")
 
 
 @router.get("/dashboard", response_class=Response)
