@@ -2,8 +2,8 @@
 """How far apart the pages of a store are used again, and what it let go of is put again.
 
 As csrc/prefix/reuse.h for L1 and L2: time is the number of pages used. A page used again after more
-time than the store holds pages would have been lost under LRU; while such uses far outweigh the
-others, the working set goes round in a loop larger than the store.
+time than the store holds pages would have been lost under LRU; while such uses outweigh the others
+by half, the working set goes round in a loop larger than the store.
 
 Does not know: the order of pages, files, locks. One thread at a time.
 """
@@ -62,5 +62,5 @@ class ReuseHistory:
             self._beyond //= 2
 
     def is_looping(self, num_held: int) -> bool:
-        """Not for a page or two that came back late, nor where much of what is used fits."""
-        return self._beyond > 2 * self._fitting and self._beyond >= num_held * _UNIT // 16
+        """Not for a page or two that came back late, nor where as much of what is used fits."""
+        return 2 * self._beyond > 3 * self._fitting and self._beyond >= num_held * _UNIT // 16

@@ -64,9 +64,9 @@ void ReuseHistory::note(std::int64_t distance, std::int64_t num_pages) {
   beyond_ /= 2;
 }
 
-// Not for a page or two that came back late.
+// Not for a page or two that came back late, nor where as much of what is used fits.
 bool ReuseHistory::is_looping() const {
-  return beyond_ > fitting_ && beyond_ >= num_pages_ * kUnit / 16;
+  return 2 * beyond_ > 3 * fitting_ && beyond_ >= num_pages_ * kUnit / 16;
 }
 
 }  // namespace moorage

@@ -4,8 +4,8 @@
 // used page is always the next one wanted and keeping the latest keeps nothing.
 //
 // Time is the number of pages used since the start. A page used again after more time than memory
-// has pages would have been lost under LRU. While such uses outweigh the others, a page that had
-// been given up and is there again stands on probation: it goes before all that was used again while
+// has pages would have been lost under LRU. While such uses outweigh the others by half, a page that
+// had been given up and is there again stands on probation: it goes before all that was used again while
 // it was there, so those stay and are hit. It is no worse than them if it came back sooner than the
 // next of them has been waiting: then that one is likely dead.
 // Source: the idea of comparing reuse distances is that of LIRS (Jiang and Zhang 2002).

@@ -57,5 +57,15 @@ TEST(ReuseHistory, ALoopIsWhatComesBackTooLateMoreOftenThanInTime) {
   EXPECT_TRUE(reuse.is_looping()) << "what was long ago counts less and less";
 }
 
+// As the file store's index (tests/kvtiers/test_file_store_index.py).
+TEST(ReuseHistory, LateUsesMustOutweighTheOthersByHalf) {
+  ReuseHistory reuse(100);
+  reuse.note(100, 20);
+  reuse.note(200, 60);  // half of what is used so late could be served: 30
+  EXPECT_FALSE(reuse.is_looping());
+  reuse.note(200, 1);
+  EXPECT_TRUE(reuse.is_looping());
+}
+
 }  // namespace
 }  // namespace moorage

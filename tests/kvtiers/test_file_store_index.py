@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 from kvtiers.file_store_index import PageIndex
+from kvtiers.file_store_reuse import ReuseHistory
 from kvtiers.file_store_segments import NO_PARENT, Record
 
 
@@ -155,3 +156,15 @@ def test_a_record_is_forgotten_only_while_it_is_the_one_held() -> None:
     assert index.records_of("s1") == []
     assert index.discard_segment("s2") == 1
     assert len(index) == 0 and index.live_by_segment == {}
+
+
+def test_late_uses_must_outweigh_the_others_by_half() -> None:
+    """As L1's and L2's history does (tests/csrc/reuse_test.cpp)."""
+    reuse = ReuseHistory()
+    for _ in range(20):
+        reuse.note(100, 100)
+    for _ in range(60):  # half of what is used so late could be served: 30
+        reuse.note(200, 100)
+    assert not reuse.is_looping(100)
+    reuse.note(200, 100)
+    assert reuse.is_looping(100)
