@@ -107,7 +107,9 @@ def http_api_page() -> str:
         "Bodies and answers are JSON; streams are server-sent events. Where API keys are",
         "configured, send `Authorization: Bearer <key>`; the key decides the tenant. Errors read",
         '`{"error": {type, code, message, param}}`; [errors.md](errors.md) lists the codes.',
-        "Session endpoints refuse unknown fields; the OpenAI dialects accept and log them.\n",
+        "Session endpoints refuse unknown fields; the OpenAI dialects accept and log them.",
+        "[A first session](first-session.md) shows the calls in use; `GET /openapi.json` has all",
+        "of this for programs.\n",
     ]
     routes = [
         (path, method, operation)
@@ -116,9 +118,11 @@ def http_api_page() -> str:
     ]
     for tag, title in TAGS.items():
         lines.append(f"## {title}\n")
-        for path, method, operation in routes:
-            if operation["tags"] == [tag]:
-                lines += _route_section(path, method, operation, schema)
+        of_tag = [route for route in routes if route[2]["tags"] == [tag]]
+        # Routes stand as they are matched, `import` before `{session_id}`; a reader creates first.
+        of_tag.sort(key=lambda route: route[0] != "/v1/sessions")
+        for path, method, operation in of_tag:
+            lines += _route_section(path, method, operation, schema)
     return "\n".join([*lines, EVENTS.strip()]) + "\n"
 
 
@@ -163,12 +167,12 @@ def _resolve(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 def _schema_type(node: dict[str, Any], schema: dict[str, Any]) -> str:
     if "anyOf" in node:
         options = [_schema_type(option, schema) for option in node["anyOf"]]
-        return " or ".join(option for option in options if option != "null")
+        return " or ".join(option for option in dict.fromkeys(options) if option != "null")
     if "enum" in node:
         return ", ".join(map(str, node["enum"]))
     kind = str(_resolve(node, schema).get("type", "any"))
     bounds = [
-        f"{sign} {node[key]:g}"
+        f"{sign} {_plain(node[key])}"
         for key, sign in (
             ("exclusiveMinimum", ">"),
             ("minimum", ">="),
@@ -180,7 +184,14 @@ def _schema_type(node: dict[str, Any], schema: dict[str, Any]) -> str:
     return " ".join([kind, ", ".join(bounds)]).strip()
 
 
+def _plain(number: float) -> str:
+    """All digits, and no `.0`: an exponent is not what a client would write."""
+    return str(int(number)) if number == int(number) else str(number)
+
+
 def _shown_default(value: Any) -> str:
     if value == "required":
         return "required"
+    if value == "":
+        return '`""`'
     return "" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
