@@ -133,6 +133,19 @@ def test_top_shows_what_runs_now(app: RunningApp) -> None:
     assert as_json(app, "top", "--once")["running"] == []
 
 
+def test_top_says_how_many_drafts_were_kept_once_there_are_any(
+    app: RunningApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "drafts" not in out(app, "top", "--once")
+    found = app.engine._stats
+
+    def with_drafts() -> dict[str, float]:
+        return {**found(), "draft_tokens": 40.0, "draft_tokens_accepted": 30.0}
+
+    monkeypatch.setattr(app.engine, "_stats", with_drafts)
+    assert "30 of 40 drafts kept (75%)" in out(app, "top", "--once")
+
+
 def test_explain_says_where_the_wait_went(app: RunningApp) -> None:
     session_id = app.session()
     app.engine.prefill_s = 0.2
