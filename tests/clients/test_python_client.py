@@ -132,5 +132,19 @@ def test_a_refusal_has_the_server_s_code_and_nobody_there_is_said_so(app: Runnin
         with pytest.raises(ApiError) as caught:
             client.stream_turn(session["id"], {"input": "x", "temperature": -1.0}).final_turn()
         assert caught.value.param == "temperature"
-    with Moorage("http://127.0.0.1:9", patience_s=0.3) as nobody, pytest.raises(ServerAwayError):
+    away = pytest.raises(ServerAwayError, match=r"^http://127\.0\.0\.1:9: .*refused")
+    with Moorage("http://127.0.0.1:9", patience_s=0.3) as nobody, away:
         nobody.get_session("sess_x")
+
+
+@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
+def test_the_address_may_be_what_openai_s_clients_are_given(app: RunningApp, tail: str) -> None:
+    with Moorage(app.url + tail) as client:
+        session = client.create_session({"model": "default"})
+        assert client.get_session(session["id"])["id"] == session["id"]
+
+    async def main() -> None:
+        async with AsyncMoorage(app.url + tail) as client:
+            assert (await client.get_session(session["id"]))["id"] == session["id"]
+
+    asyncio.run(main())

@@ -26,7 +26,8 @@ class AsyncMoorage:
     """A client for asyncio, as an async context manager.
 
     Args:
-        base_url: where the server is, such as `http://127.0.0.1:8000`.
+        base_url: where the server is, such as `http://127.0.0.1:8000`; with `/v1` behind it, as
+            OpenAI's clients are given it, too.
         api_key: sent as a bearer token.
         patience_s: how long the server may be away before a call gives up; seconds.
         timeout_s: how long an answer may take; seconds, None: as long as it takes.
@@ -44,7 +45,7 @@ class AsyncMoorage:
     ) -> None:
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._http = httpx.AsyncClient(
-            base_url=base_url,
+            base_url=calls.root_of(base_url),
             headers=headers,
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None),
@@ -214,7 +215,8 @@ class AsyncMoorage:
         elif isinstance(error, ApiError):
             raise error
         else:
-            raise ServerAwayError(str(error) or type(error).__name__) from error
+            where = str(self._http.base_url).rstrip("/")
+            raise ServerAwayError(f"{where}: {str(error) or type(error).__name__}") from error
 
     async def _events(self, position: Position) -> AsyncGenerator[types.TurnEvent, None]:
         """Events of a turn across broken connections and restarts of the server."""

@@ -27,6 +27,11 @@ class Call(Generic[Answer]):
     is_repeatable: bool = False
 
 
+def root_of(base_url: str) -> str:
+    """Where paths begin: without a slash, and without the `/v1` that OpenAI's clients are given."""
+    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def create_session(body: types.SessionCreate) -> Call[types.Session]:
     return Call(method="POST", path="/v1/sessions", body=body)
 

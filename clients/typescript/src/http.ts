@@ -4,7 +4,7 @@
 import { ApiError, ConnectionError, refusalOf } from "./errors.js";
 
 export interface HttpOptions {
-  /** Where the server is, such as `http://127.0.0.1:8000`. */
+  /** Where the server is, such as `http://127.0.0.1:8000`; with `/v1` behind it, too. */
   baseUrl: string;
   /** Sent as a bearer token. */
   apiKey?: string;
@@ -40,7 +40,7 @@ export class Http {
 
   constructor(options: HttpOptions) {
     this.#options = options;
-    this.#base = options.baseUrl.replace(/\/+$/, "");
+    this.#base = options.baseUrl.replace(/\/+$/, "").replace(/\/v1$/, "").replace(/\/+$/, "");
     this.#patienceMs = options.patienceMs ?? 60_000;
     this.silenceMs = options.silenceMs ?? 20_000;
     this.#fetch = options.fetch ?? ((input, init) => fetch(input, init));
@@ -68,7 +68,8 @@ export class Http {
       const isAway = !(failure instanceof ApiError) || AWAY.has(failure.status);
       const mayRepeat = call.isRepeatable ?? call.method === "GET";
       if (!isAway || !mayRepeat || !(await patience.pause(call.signal))) {
-        throw failure instanceof ApiError ? failure : new ConnectionError(String(failure), failure);
+        if (failure instanceof ApiError) throw failure;
+        throw new ConnectionError(`${this.#base}: ${reasonOf(failure)}`, failure);
       }
     }
   }
@@ -93,6 +94,13 @@ export class Http {
   patience(): Patience {
     return new Patience(this.#patienceMs);
   }
+}
+
+/** What fetch hides in `cause`: "fetch failed" alone tells nobody anything. */
+function reasonOf(failure: unknown): string {
+  const cause = failure instanceof Error ? failure.cause : undefined;
+  if (!(cause instanceof Error)) return String(failure);
+  return `${String(failure)} (${cause.message || String((cause as { code?: unknown }).code)})`;
 }
 
 /** Growing pauses between attempts, until the time is over. */

@@ -155,5 +155,14 @@ test("a refusal is an ApiError with the server's code and field", async () => {
 
 test("no server is a ConnectionError once patience is over", async () => {
   const nobody = new Moorage({ baseUrl: "http://127.0.0.1:9", patienceMs: 300 });
-  await assert.rejects(nobody.getSession("sess_x"), ConnectionError);
+  await assert.rejects(nobody.getSession("sess_x"), (error) =>
+    error instanceof ConnectionError && error.message.startsWith("http://127.0.0.1:9: "));
+});
+
+test("the address may be what OpenAI's clients are given", async () => {
+  for (const tail of ["/", "/v1", "/v1/"]) {
+    const same = new Moorage({ baseUrl: appliance.url + tail });
+    const session = await same.createSession({ model: "default" });
+    assert.equal((await client.getSession(session.id)).id, session.id);
+  }
 });
