@@ -18,6 +18,7 @@ from appliance.api.dialect import check_fields, new_request_id
 from appliance.api.identity import session_headers, session_name
 from appliance.api.json_body import JsonRoute
 from appliance.api.known_fields import REFUSED_CHAT
+from appliance.api.legacy_functions import functions_of, is_legacy, with_tool_calls
 from appliance.api.omitted_parts import OmittedParts
 from appliance.api.replies import reply
 from appliance.api.stateless import Ask, prepare
@@ -55,12 +56,16 @@ async def _prepare(
 ) -> ChatAnswer:
     """Render and check everything; the engine has heard only of the grammar."""
     services = context.services
-    toolset = services.toolset(body.tools or [])
-    choice = parse_tool_choice(
-        body.tool_choice, toolset, body.parallel_tool_calls, body.min_tool_calls, dialect="chat"
-    )
+    legacy = is_legacy(body)
+    if legacy:
+        toolset, choice = functions_of(body)
+    else:
+        toolset = services.toolset(body.tools or [])
+        choice = parse_tool_choice(
+            body.tool_choice, toolset, body.parallel_tool_calls, body.min_tool_calls, dialect="chat"
+        )
     omitted = OmittedParts()
-    messages = chat_messages(body.messages, omitted)
+    messages = chat_messages(with_tool_calls(body.messages), omitted)
     thinking = thinking_of(body, services)
     ask = Ask(
         request_id=new_request_id("chatcmpl"),
@@ -79,7 +84,7 @@ async def _prepare(
         thinking=thinking,
         omitted=omitted,
     )
-    return ChatAnswer(body, await prepare(services, body, ask))
+    return ChatAnswer(body, await prepare(services, body, ask), legacy=legacy)
 
 
 def _response_format(body: ChatRequest) -> ResponseFormat | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from appliance.api import legacy_functions
 from appliance.api.dialect import chat_logprobs, usage_of
 from appliance.api.sse import DONE_FRAME, data_frame
 from appliance.api.stateless import Prepared
@@ -30,12 +31,13 @@ Json = dict[str, Any]
 class ChatAnswer:
     """Run it once, by `frames` or by `whole`."""
 
-    def __init__(self, body: ChatRequest, prepared: Prepared) -> None:
+    def __init__(self, body: ChatRequest, prepared: Prepared, *, legacy: bool = False) -> None:
+        """`legacy`: calls are spelled as `function_call` (see `legacy_functions`)."""
         self._body = body
         self._runs = prepared.runs
         self._notes = prepared.notes
         self._created = int(time.time())
-        self._choices = [_Choice(body, index, run) for index, run in enumerate(prepared.runs)]
+        self._choices = [_Choice(body, i, run, legacy) for i, run in enumerate(prepared.runs)]
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield SSE frames."""
@@ -93,8 +95,9 @@ class ChatAnswer:
 class _Choice:
     """One of the answers to a request."""
 
-    def __init__(self, body: ChatRequest, index: int, run: Generation) -> None:
+    def __init__(self, body: ChatRequest, index: int, run: Generation, legacy: bool) -> None:
         self._body = body
+        self._legacy = legacy
         self._index = index
         self._run = run
         self._has_role = False
@@ -126,13 +129,15 @@ class _Choice:
             message["content"] = "".join(self._texts)
         if self._thoughts:
             message["reasoning_content"] = "".join(self._thoughts)
-        if self._calls:
+        if self._calls and self._legacy:
+            message["function_call"] = self._calls[0]["function"]
+        elif self._calls:
             message["tool_calls"] = self._calls
         choice: Json = {
             "index": self._index,
             "message": message,
             "logprobs": _logprobs(self._logprobs) if self._body.logprobs else None,
-            "finish_reason": self._run.finish_reason,
+            "finish_reason": self._finish_reason(),
         }
         if self._body.return_token_ids:
             choice["token_ids"] = list(self._run.answer.token_ids)
@@ -142,7 +147,7 @@ class _Choice:
 
     def deltas(self, step: Step) -> list[Json]:
         """The choices of a step's chunks; ids and logprobs ride on the first of them."""
-        deltas = [delta for event in step.events for delta in _delta_of(event)]
+        deltas = [delta for event in step.events for delta in self._deltas_of(event)]
         logprobs = self._step_logprobs(step)
         has_ids = self._body.return_token_ids and bool(step.token_ids)
         if not deltas and (logprobs or has_ids):
@@ -154,9 +159,18 @@ class _Choice:
             choices[0]["token_ids"] = step.token_ids
         return choices
 
+    def _deltas_of(self, event: parsed.Event) -> list[Json]:
+        deltas = legacy_functions.deltas_of(event) if self._legacy else None
+        return _delta_of(event) if deltas is None else deltas
+
     def end(self) -> Json:
         """The choice of the last chunk."""
-        return {**self._choice({}), "finish_reason": self._run.finish_reason}
+        return {**self._choice({}), "finish_reason": self._finish_reason()}
+
+    def _finish_reason(self) -> str:
+        reason = self._run.finish_reason
+        is_call = self._legacy and reason == "tool_calls"
+        return legacy_functions.FINISH_REASON if is_call else reason
 
     def _choice(self, delta: Json) -> Json:
         if not self._has_role:

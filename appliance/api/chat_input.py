@@ -15,7 +15,7 @@ from appliance.errors import ApiError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 # What an assistant's message may hold that no prompt here can say.
-UNREADABLE = ("function_call", "audio")
+UNREADABLE = ("audio",)
 
 
 def chat_messages(raw: Sequence[Any], omitted: OmittedParts | None = None) -> list[dict[str, Any]]:

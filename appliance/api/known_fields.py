@@ -53,8 +53,6 @@ REFUSED_CHAT: Final[HarmlessValues] = {
     "continue_final_message": (None, False),
     "documents": (None, []),
     "echo": (None, False),
-    "function_call": (None,),
-    "functions": (None, []),
     "include_reasoning": (None, True),
     "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),

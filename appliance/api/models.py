@@ -16,6 +16,7 @@ from appliance.api.context import Caller, Context
 from appliance.api.dialect import check_fields
 from appliance.api.json_body import JsonRoute
 from appliance.api.known_fields import REFUSED_TOKENIZE
+from appliance.api.legacy_functions import with_tool_calls
 from appliance.api.thinking_fields import template_options
 from appliance.api.wire import DetokenizeRequest, TokenizeRequest
 from appliance.errors import ApiError
@@ -104,7 +105,7 @@ def _chat_ids(body: TokenizeRequest, services: Services) -> list[int]:
         message = f"{where}: cannot be had with messages: the chat template has its own"
         raise ApiError("unsupported_parameter", message, where)
     rendered = services.renderer.render_chat(
-        chat_messages(body.messages or []),
+        chat_messages(with_tool_calls(body.messages or [])),
         services.toolset(body.tools or []),
         add_generation_prompt=body.add_generation_prompt,
         options=template_options(body.chat_template_kwargs, services),

@@ -96,6 +96,8 @@ class ChatRequest(SamplingBody, ThinkingFields):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     min_tool_calls: Annotated[int, Field(ge=0)] | None = None
+    functions: list[Any] | None = None
+    function_call: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     reasoning_effort: str | None = None

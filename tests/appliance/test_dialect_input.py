@@ -126,8 +126,8 @@ def test_an_image_in_a_tool_s_result_is_a_word_to_the_model_and_to_the_client(
          "messages[0].content[0].type"),
         ("/v1/chat/completions",
          {"messages": [{"role": "user", "content": "x"},
-                       {"role": "assistant", "function_call": {"name": "f"}}]},
-         "messages[1].function_call"),
+                       {"role": "assistant", "audio": {"id": "a"}}]},
+         "messages[1].audio"),
     ],
 )  # fmt: skip
 def test_what_the_user_shows_and_the_model_cannot_read_is_refused(
