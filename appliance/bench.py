@@ -204,17 +204,22 @@ async def stream_events(
 async def run_bench(params: BenchParams) -> dict[str, Any]:
     """Drive all sessions at once and return the figures.
 
-    Raises: RuntimeError with the server's answer where a turn fails.
+    Raises: RuntimeError with the server's answer where a turn fails, or with why there is none.
     """
+    base_url = params.base_url.rstrip("/").removesuffix("/v1")  # as OpenAI's clients are given it
     headers = {"Authorization": f"Bearer {params.api_key}"} if params.api_key else {}
     limits = httpx.Limits(max_connections=params.sessions + 1)
-    async with httpx.AsyncClient(
-        base_url=params.base_url, headers=headers, timeout=params.timeout_s, limits=limits
-    ) as client:
-        drivers = [SessionDriver(client, params, number) for number in range(params.sessions)]
-        started_s = time.perf_counter()
-        await asyncio.gather(*(driver.run() for driver in drivers))
-        wall_s = time.perf_counter() - started_s
+    try:
+        async with httpx.AsyncClient(
+            base_url=base_url, headers=headers, timeout=params.timeout_s, limits=limits
+        ) as client:
+            drivers = [SessionDriver(client, params, number) for number in range(params.sessions)]
+            started_s = time.perf_counter()
+            await asyncio.gather(*(driver.run() for driver in drivers))
+            wall_s = time.perf_counter() - started_s
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        raise RuntimeError(f"--base-url {params.base_url}: {reason}") from error
     samples = [sample for driver in drivers for sample in driver.samples]
     return {"params": {**asdict(params), "api_key": ""}, **summarise(samples, wall_s)}
 

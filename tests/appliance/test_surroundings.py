@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +111,14 @@ def test_a_bench_against_a_server_that_refuses_says_its_answer(app: RunningApp) 
     params = BenchParams(base_url=app.url, api="chat", model="gpt-9")
     with pytest.raises(RuntimeError, match="model_not_found"):
         asyncio.run(run_bench(params))
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "127.0.0.1:9", "ftp://x", "http://[x"])
+def test_a_bench_against_nobody_names_the_address(address: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(f"--base-url {address}: ")):
+        asyncio.run(run_bench(BenchParams(base_url=address)))
+
+
+def test_a_bench_takes_the_address_that_openai_s_clients_are_given(app: RunningApp) -> None:
+    params = BenchParams(base_url=f"{app.url}/v1/", api="chat", turns=1, context=10)
+    assert asyncio.run(run_bench(params))["turns"] == 1
