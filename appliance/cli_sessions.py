@@ -122,7 +122,9 @@ def sessions_explain(settings: Settings, session_id: str, which: str, as_json: b
         return print_json(facts)
     for name, value in facts.items():
         click.echo(f"{name}: {_shown(value)}")
-    if facts["miss"] is None:
+    if cache.get("computed") is None:
+        click.echo("the engine has not said yet what it found, or the turn ended before it did")
+    elif facts["miss"] is None:
         click.echo("everything that earlier turns computed was found")
 
 

@@ -156,6 +156,19 @@ def test_explain_says_where_the_wait_went(app: RunningApp) -> None:
     assert sum(waited.values()) == pytest.approx(total, abs=max(30.0, total / 4))
 
 
+def test_explain_does_not_praise_a_turn_that_the_engine_never_looked_at(app: RunningApp) -> None:
+    session_id = app.session()
+    app.turn(session_id, "x")
+    assert "everything that earlier turns" in out(app, "sessions", "explain", session_id)
+    app.engine.stop()
+    body = {"input": "y", "stream": True}
+    with app.http.stream("POST", f"/v1/sessions/{session_id}/turns", json=body) as reply:
+        explained = out(app, "sessions", "explain", session_id)
+        app.engine.start()
+        reply.read()
+    assert "everything" not in explained and "before it did" in explained
+
+
 def test_what_is_printed_for_people_is_no_python(app: RunningApp) -> None:
     session_id = app.session(metadata={"task": "fix", "by": "me"})
     app.engine.script = says("Hello there.")
