@@ -25,7 +25,7 @@ class SessionsConfig:
     """Times in milliseconds, sizes in bytes.
 
     store: "sqlite" (embedded, one API process) or "redis" (several API processes).
-    sqlite_path: the database file; its directory is created.
+    sqlite_path: the database file, in server.state_dir unless absolute; its directory is created.
     sqlite_max_bytes: size the file may reach, 0: the disk decides.
     redis_url: redis://, rediss:// (TLS) or unix:// with user, password and db as redis-py reads.
     redis_key_prefix: put in front of every key.
