@@ -39,10 +39,16 @@ class StoredResponse:
     is_cancelled: bool = False
     expires_at_s: float = 0.0
     num_bytes: int = 0
+    item_ids: tuple[str, ...] = ()  # as it was put: by these its items are found
 
     @property
     def id(self) -> str:
         return str(self.wire["id"])
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """Its own items, those of the input first."""
+        return [*self.input_items, *self.wire.get("output", ())]
 
     @property
     def is_running(self) -> bool:
@@ -59,6 +65,8 @@ class ResponseStore:
     clock_s: Callable[[], float] = time.monotonic
     _stored: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
     _num_bytes: int = 0
+    # tenant, item id -> the responses that hold it
+    _owners: dict[tuple[str, str], set[str]] = field(default_factory=dict)
 
     def put(self, response: StoredResponse) -> None:
         """Keep a response, anew where it is kept already."""
@@ -70,6 +78,9 @@ class ResponseStore:
             response.num_bytes += response.log.num_bytes
         self._stored[response.id] = response
         self._num_bytes += response.num_bytes
+        response.item_ids = tuple(str(item.get("id")) for item in response.items)
+        for item_id in response.item_ids:
+            self._owners.setdefault((response.tenant, item_id), set()).add(response.id)
         self._make_room()
 
     def get(self, tenant: str, response_id: str) -> StoredResponse:
@@ -79,6 +90,15 @@ class ResponseStore:
         if found is None or found.tenant != tenant:
             raise ApiError("response_not_found", f"no response {response_id[:64]!r} is stored here")
         return found
+
+    def item(self, tenant: str, item_id: str) -> dict[str, Any] | None:
+        """Return an item of a tenant's stored response; None where there is none of this id."""
+        self._make_room()
+        for response_id in self._owners.get((tenant, item_id), ()):
+            for item in self._stored[response_id].items:
+                if item.get("id") == item_id:
+                    return item
+        return None
 
     def holds(self, response: StoredResponse) -> bool:
         """Whether nobody has deleted it."""
@@ -104,3 +124,9 @@ class ResponseStore:
         dropped = self._stored.pop(response_id, None)
         if dropped is not None:
             self._num_bytes -= dropped.num_bytes
+            for item_id in dropped.item_ids:
+                key = (dropped.tenant, item_id)
+                owners = self._owners.get(key, set())
+                owners.discard(dropped.id)
+                if not owners:
+                    self._owners.pop(key, None)

@@ -8,6 +8,7 @@ response. A client that wants its history's tokens kept as they were sampled use
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from appliance.api.known_fields import REFUSED_RESPONSES
 from appliance.api.omitted_parts import OmittedParts
 from appliance.api.replies import reply
 from appliance.api.response_answer import ResponseAnswer
-from appliance.api.responses_input import chat_messages_of, input_items_of
+from appliance.api.responses_input import chat_messages_of, input_items_of, with_referenced
 from appliance.api.sse import event_stream
 from appliance.api.stateless import Ask, prepare
 from appliance.api.thinking_fields import Thinking, thinking_of
@@ -86,8 +87,12 @@ def _check_include(body: ResponsesRequest) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rendered:
-    """A request's input. `messages`: the conversation without the instructions."""
+    """A request's input. `messages`: the conversation without the instructions.
 
+    given: the input, with the items that it refers to.
+    """
+
+    given: str | Sequence[Any]
     conversation: Conversation
     toolset: ToolSet
     messages: list[ChatMessage]
@@ -100,7 +105,8 @@ async def _rendered(services: Services, body: ResponsesInput, tenant: str) -> _R
     for kind in toolset.skipped:
         log_ignored_once("tool of type", kind)
     omitted = OmittedParts()
-    messages = [*_previous(services, body, tenant), *chat_messages_of(body.input, omitted)]
+    given = with_referenced(body.input, lambda name: services.responses.item(tenant, name))
+    messages = [*_previous(services, body, tenant), *chat_messages_of(given, omitted)]
     head = [{"role": "system", "content": body.instructions}] if body.instructions else []
     if not messages and not head:
         raise ApiError("invalid_value", "input: there is nothing to answer", "input")
@@ -114,6 +120,7 @@ async def _rendered(services: Services, body: ResponsesInput, tenant: str) -> _R
         options=thinking.options,
     )
     return _Rendered(
+        given=given,
         conversation=conversation,
         toolset=toolset,
         messages=messages,
@@ -151,7 +158,7 @@ async def _prepare(
         prepared=await prepare(services, body, ask),
         toolset=rendered.toolset,
         messages=rendered.messages,
-        input_items=input_items_of(body.input),
+        input_items=input_items_of(rendered.given),
         store=services.responses if body.store else None,
         tenant=tenant,
     )

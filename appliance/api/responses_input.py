@@ -13,7 +13,7 @@ import base64
 import binascii
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from appliance.api.chat_input import ROLES, content_text
@@ -32,6 +32,7 @@ SKIPPED_ITEMS = (
     "image_generation_call",
     "mcp_list_tools",
 )
+REFERENCE = "item_reference"
 ITEM_PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -75,6 +76,29 @@ def chat_messages_of(
             raise ApiError("invalid_type", f"{path}: must be an object", path)
         _add(chat, item, path, omitted)
     return chat
+
+
+def with_referenced(
+    raw: str | Sequence[Any], find: Callable[[str], Mapping[str, Any] | None]
+) -> str | Sequence[Any]:
+    """The input with the stored items in place of `item_reference`s.
+
+    Raises: ApiError item_not_found, missing_field.
+    """
+    if isinstance(raw, str):
+        return raw
+    return [_referenced(item, find, f"input[{index}]") for index, item in enumerate(raw)]
+
+
+def _referenced(item: Any, find: Callable[[str], Mapping[str, Any] | None], path: str) -> Any:
+    if not isinstance(item, Mapping) or item.get("type") != REFERENCE:
+        return item
+    item_id = _string(item, "id", path)
+    found = find(item_id)
+    if found is None:
+        where = f"{path}.id"
+        raise ApiError("item_not_found", f"{where}: no item {item_id[:64]!r} is stored here", where)
+    return found
 
 
 def input_items_of(raw: str | Sequence[Any]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -277,7 +278,7 @@ def test_a_reader_that_hangs_up_ends_its_response(app: RunningApp, client: Any) 
         ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
         ({"top_logprobs": 3}, "unsupported_parameter", "top_logprobs"),
         ({"include": ["message.output_text.logprobs"]}, "unsupported_parameter", "include[0]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "unknown_item_type", "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "missing_field", "input[0].id"),
         ({"input": [{"role": "tool", "content": "x"}]}, "invalid_value", "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "unsupported_parameter", "input[0].content[0]"),
@@ -343,3 +344,62 @@ def test_the_store_is_bounded_by_number_size_age_and_tenant() -> None:
         put(name)
     now[0] = 20.0
     assert [has(name) for name in "fghi"] == [True, False, False, False]
+
+
+TOOLS = [{"type": "function", "name": "ls", "parameters": {"type": "object"}}]
+
+
+def test_stored_items_may_be_referred_to(app: RunningApp, client: Any) -> None:
+    """The prompt is the one with the items themselves; a call's result finds its call."""
+    app.engine.script = says(
+        'Looking.<tool_call>[{"name": "ls", "arguments": {}}]</tool_call>', "Done."
+    )
+    ask: Json = {"model": "default", "tools": TOOLS}
+    first = client.responses.create(**ask, input="look")
+    said, call = first.output
+    assert (said.type, call.type) == ("message", "function_call")
+    asked = client.responses.input_items.list(first.id).data[0]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "x.py"}
+    full = [{"role": "user", "content": "look"}, said.model_dump(), call.model_dump(), result]
+    refs = [{"type": "item_reference", "id": item.id} for item in (asked, said, call)]
+    client.responses.create(**ask, input=full)
+    whole = prompt_text(app)
+    second = client.responses.create(**ask, input=[*refs, result])
+    assert prompt_text(app) == whole and "x.py" in whole and "Looking." in whole
+    listed = client.responses.input_items.list(second.id, order="asc").data
+    assert [item.id for item in listed][:3] == [asked.id, said.id, call.id]
+    # An item is known as long as a response holds it.
+    client.responses.delete(first.id)
+    third = client.responses.create(**ask, input=[*refs, result])
+    client.responses.delete(second.id)
+    client.responses.delete(third.id)
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.responses.create(**ask, input=[*refs, result])
+    assert (refused.value.code, refused.value.param) == ("item_not_found", "input[0].id")
+
+
+def test_items_of_another_tenant_are_not_there(tmp_path: Path) -> None:
+    settings = {"server": {"api_keys": {"ka": "a", "kb": "b"}}}
+    with RunningApp(tmp_path, settings=settings) as app:
+        keys = [{"Authorization": f"Bearer {key}"} for key in ("ka", "kb")]
+        body: Json = {"model": "default", "input": "x"}
+        # The second tenant's own item of the same id is in nobody's way.
+        made = app.post("/v1/responses", body, headers=keys[0]).json()["output"][0]["id"]
+        taken = {"role": "user", "content": "y", "id": made}
+        app.post("/v1/responses", {**body, "input": [taken]}, headers=keys[1])
+        refer = {**body, "input": [{"type": "item_reference", "id": made}]}
+        assert app.post("/v1/responses", refer, headers=keys[0]).status_code == 200
+        assert "Hello there." in prompt_text(app)
+        assert app.post("/v1/responses", refer, headers=keys[1]).status_code == 200
+        assert "Hello there." not in prompt_text(app)
+
+
+def test_the_store_forgets_the_items_of_what_it_drops() -> None:
+    store = ResponseStore(max_responses=3)
+    for number in range(20):
+        items = [{"id": f"in_{number}", "type": "message"}]
+        wire = {"id": f"resp_{number}", "status": "completed", "output": [{"id": f"o_{number}"}]}
+        store.put(StoredResponse(tenant="t", wire=wire, input_items=items))
+    assert store.item("t", "o_19") == {"id": "o_19"}
+    assert store.item("t", "in_18") is not None and store.item("t", "in_2") is None
+    assert len(store._owners) == 6
