@@ -6,7 +6,8 @@
 `moorage serve` with a tiny random model (fp32, greedy), pools that hold a fraction of what is
 asked, L2 in the supervisor's memory, the file store below. Killed with SIGKILL: the engine, the
 API process, both, the supervisor alone, the whole tree; the engine is also stopped and goes on,
-and it, or all, is asked to end (SIGTERM).
+and it, or all, is asked to end (SIGTERM). Most kills wait for a moment of some turn: its request
+is on the way, its answer ends and is not stored yet, its end was told just now.
 The clients reconnect and check what they see (`ide_client`, `ide_agent`). At the end every answer
 is compared with the model itself, computed apart from the engine; every turn whose end was seen is
 in its history; nothing runs, every page is in its one place, `moorage doctor` says ok, no process
@@ -20,12 +21,8 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,200 +30,30 @@ import traceback
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from benchmarks.soak.ide_agent import Agent, Seen, is_bound
-from benchmarks.soak.ide_client import Connection, Difference, Json, Session, text_of, until
+from benchmarks.soak.ide_client import SENT, Connection, Difference, Json, Session, text_of, until
+from benchmarks.soak.killed_appliance import CONTEXT_LEN, Appliance, Killer
 from tests.fakes.tiny_model import CONTROL, EOS_ID, write_tiny_model
 
 T = TypeVar("T")
 
-ROOT = Path(__file__).parents[2]
-CONTEXT_LEN = 2048
+AIMS = (  # moments of a turn that a kill may wait for
+    SENT,
+    "turn.created",
+    "turn.cache",
+    "response.output_text.delta",
+    "response.output_item.done",
+    "response.output_item.done",
+    "turn.completed",
+)
+
 NUM_SPOKEN = len(CONTROL) + 256  # ids behind these are holes in the vocabulary
-KINDS = {  # what is killed, how often
-    "engine": 6,
-    "api": 6,
-    "engine api": 4,
-    "engine stops": 3,
-    "engine asked": 2,
-    "tree": 2,
-    "supervisor": 3,
-    "restart": 2,
-}
 MOST_AGAIN = 20  # of a kind, at the last look
 TIE = 1e-3  # logits closer than this are equal for two ways to add up
-
-
-class Appliance:
-    """`moorage serve` in a folder, started again and again on the same port."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder = folder
-        self.log = (folder / "log").open("ab")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
-        self.settings = [
-            f"server.port={self.port}",
-            f"server.state_dir={folder}/s",
-            f"server.run_dir={folder}/r",
-            "server.drain_s=4",
-            "server.heartbeat_s=1",
-            "server.max_restarts=1000",
-            f"engine.model={model}",
-            "engine.dtype=float32",
-            "engine.num_threads=1",
-            "engine.page_size=16",
-            f"engine.max_context_len={CONTEXT_LEN}",
-            f"engine.kv_pool_tokens={CONTEXT_LEN}",
-            "engine.drain_s=3",
-            "engine.tiers.l2_bytes=1500000",
-            f"engine.tiers.l3_quota_bytes={64 << 20}",
-            "engine.tiers.l3_wait_ms=2000",
-        ]
-        self.num_refused_starts = 0
-        self.process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def flags(self) -> list[str]:
-        return [part for setting in self.settings for part in ("--set", setting)]
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "appliance", "serve", *self.flags()],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-        )
-
-    async def wait_ready(self) -> None:
-        """Until it serves; one that refuses to start is started again, as an init system does."""
-
-        async def is_ready() -> bool:
-            assert self.process is not None
-            if self.process.poll() is not None:
-                self.num_refused_starts += 1
-                self.start()
-                await asyncio.sleep(0.5)
-            try:
-                async with httpx.AsyncClient() as http:
-                    return (await http.get(f"{self.url}/ready", timeout=2)).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        await until(is_ready, "the appliance is ready")
-
-    @property
-    def pids(self) -> dict[str, int]:
-        try:
-            state = json.loads((self.folder / "r" / "state.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return {name: pid for name, pid in state["pids"].items() if pid is not None}
-
-    def admin_key(self) -> str:
-        return (self.folder / "r" / "admin.key").read_text()
-
-    def processes(self) -> list[int]:
-        """Everything alive that was started for this folder."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                is_ours = (
-                    entry.name.isdigit()
-                    and str(self.folder).encode() in (entry / "cmdline").read_bytes()
-                )
-                if is_ours and int(entry.name) != os.getpid():
-                    found.append(int(entry.name))
-        return found
-
-    async def stop(self) -> int:
-        assert self.process is not None
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-        return await asyncio.to_thread(self.process.wait, 60)
-
-    def end(self) -> None:
-        """Leave nothing behind, whatever went wrong."""
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if self.process is not None:
-            self.process.wait()
-        self.log.close()
-
-
-class Killer:
-    """Ends processes of one appliance; `kill` returns once what it killed has come again."""
-
-    def __init__(self, appliance: Appliance, seed: int) -> None:
-        self.appliance = appliance
-        self.rng = random.Random(f"{seed}/kills")
-
-    async def kill(self) -> str:
-        kind = self.rng.choices(list(KINDS), list(KINDS.values()))[0]
-        before = self.appliance.pids
-        if kind == "engine stops":
-            await self._pause_engine(before)
-        elif kind in ("tree", "supervisor"):
-            await self._kill_supervisor(kind, before)
-        elif kind == "engine asked":
-            await self._kill_children(["engine"], before, signal.SIGTERM)
-        elif kind == "restart":
-            await self.appliance.stop()
-            self.appliance.start()
-            await self.appliance.wait_ready()
-        else:
-            await self._kill_children(kind.split(), before)
-        if self.rng.random() < 0.7:
-            await self.appliance.wait_ready()
-        return kind
-
-    async def _pause_engine(self, pids: dict[str, int]) -> None:
-        pid = pids["engine"]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(self.rng.uniform(0.5, 4.0))
-            os.kill(pid, signal.SIGCONT)
-
-    async def _kill_children(
-        self, names: list[str], before: dict[str, int], how: signal.Signals = signal.SIGKILL
-    ) -> None:
-        for name in names:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(before[name], how)
-
-        async def are_back() -> bool:
-            now = self.appliance.pids
-            return all(now.get(name, before[name]) != before[name] for name in names)
-
-        await until(are_back, f"{names} run again")
-
-    async def _kill_supervisor(self, kind: str, pids: dict[str, int]) -> None:
-        """Its children end with it, killed in the same moment or by themselves."""
-        process = self.appliance.process
-        assert process is not None
-        names = ("supervisor",) if kind == "supervisor" else ("supervisor", "engine", "api")
-        for name in names:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[name], signal.SIGKILL)
-        process.wait()
-        if self.rng.random() < 0.5:  # else the next is started beside those that still end
-
-            async def are_gone() -> bool:
-                return not self.appliance.processes()
-
-            await until(are_gone, "the children of a supervisor that was killed have ended", 30)
-        self.appliance.start()
-        await self.appliance.wait_ready()
 
 
 class Model:
@@ -317,6 +144,8 @@ class Soak:
         kinds: dict[str, int] = {}
         for number in range(1, self.num_kills + 1):
             await asyncio.sleep(self.rng.choice([0.1, 1.0, 2.0, 5.0]) * self.rng.random())
+            if self.rng.random() < 0.6:
+                await self._wait_for(self.rng.choice(AIMS))
             began_s = time.monotonic()
             kind = await killer.kill()
             kinds[kind] = kinds.get(kind, 0) + 1
@@ -326,6 +155,14 @@ class Soak:
         await asyncio.sleep(2.0)
         self.seen.counts |= {f"killed {kind}": number for kind, number in kinds.items()}
         self.is_over.set()
+
+    async def _wait_for(self, what: str) -> None:
+        """Some client hears of it, just now or a little ago."""
+        self.seen.aim = what
+        self.seen.hit.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.seen.hit.wait(), 5.0)
+        await asyncio.sleep(self.rng.choice([0.0, 0.001, 0.003, 0.02]))
 
     async def _last_look(self) -> Json:
         connection = Connection(self.appliance.url, self.rng)

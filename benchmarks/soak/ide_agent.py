@@ -53,6 +53,13 @@ class Seen:
     told: list[tuple[Session, Told, Json]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
+    aim: str = ""  # the event that somebody waits for
+    hit: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def hear(self, what: str) -> None:
+        if what == self.aim:
+            self.hit.set()
+
     def count(self, name: str, number: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + number
 
@@ -66,6 +73,7 @@ class Agent:
         self.seen = seen
         self.is_over = is_over
         self.connection = Connection(url, random.Random(f"{seed}/{number}/link"))
+        self.connection.hear = seen.hear
         self.num_asked = 0
         self.with_tools = number % 3 == 2
         self.session: Session | None = None

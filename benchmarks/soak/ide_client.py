@@ -27,6 +27,7 @@ TERMINAL = {
     "turn.cancelled": "cancelled",
     "turn.failed": "failed",
 }
+SENT = "a request is sent"
 FAILURES = {"engine_restarted", "engine_unavailable", "api_restarted"}  # that a kill explains
 COME_BACK = {*FAILURES, "draining", "capacity", "store_unavailable"}  # of a refusal, with 503
 SILENCE_S = 20.0  # a stream has a heartbeat every second
@@ -131,6 +132,7 @@ class Connection:
         self.rng = rng
         self.num_retries = 0
         self.admin_key: Callable[[], str] = lambda: ""
+        self.hear: Callable[[str], None] = lambda what: None  # told of events as they come
 
     async def close(self) -> None:
         await self.http.aclose()
@@ -217,6 +219,7 @@ class Connection:
         """One connection's events; those that were told before are compared."""
         path = f"/v1/sessions/{session_id}/turns"
         told.num_connections += 1
+        self.hear(SENT)
         number = 0
         if not told.turn_id or self.rng.random() < 0.15:
             headers = {"Idempotency-Key": told.key}
@@ -247,6 +250,8 @@ class Connection:
                     return
                 number += 1
                 told.take(event, number)
+                if number == len(told.events):
+                    self.hear(event["type"])
                 yield event
 
     async def check_key(self, session_id: str, told: Told, body: Json) -> None:
