@@ -253,13 +253,13 @@ def _routes_at(request: Request) -> Iterator[APIRoute]:
 
 
 def _methods_of(request: Request) -> list[str]:
-    return sorted({method for route in _routes_at(request) for method in route.methods})
+    return sorted({method for route in _routes_at(request) for method in route.methods or ()})
 
 
 def _body_model(request: Request) -> object:
     """What the body of this request is read as; None where there is no one model."""
     for route in _routes_at(request):
-        if request.method in route.methods and route.body_field is not None:
+        if request.method in (route.methods or ()) and route.body_field is not None:
             return route.body_field.field_info.annotation
     return None
 

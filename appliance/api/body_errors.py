@@ -76,7 +76,7 @@ def _hint(model: object, loc: Sequence[int | str]) -> str:
     """Say which field may have been meant, else which there are."""
     *way, wrong = loc[1:]
     models = list(_models_in(model))
-    for part in way:
+    for part in map(str, way):
         fields = [m.model_fields[part] for m in models if part in m.model_fields]
         models = [inner for field in fields for inner in _models_in(field.annotation)]
     known = list(dict.fromkeys(name for m in models for name in m.model_fields))
