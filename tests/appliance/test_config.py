@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -27,6 +28,16 @@ MAX_SETTINGS = 80
 
 def test_the_number_of_settings_stays_within_its_budget() -> None:
     assert len(flatten(ApplianceConfig())) <= MAX_SETTINGS
+
+
+def test_the_file_that_the_operations_page_shows_is_one(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "operations.md"
+    (shown,) = re.findall(r"^```toml\n(.*?)^```", page.read_text(), flags=re.S | re.M)
+    (tmp_path / "moorage.toml").write_text(shown)
+    config = load_config(tmp_path / "moorage.toml", [])
+    assert list(config.problems()) == []
+    assert config.server.api_keys == {"a-long-random-key": "team-a"}
+    assert config.engine.tiers.l3_quota_bytes == 16 << 30
 
 
 def test_a_file_and_overrides_are_read_with_their_types(tmp_path: Path) -> None:
