@@ -46,6 +46,7 @@ Reply = (
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
 MISSED_PINGS_UNREADY = 4
+ABORT_PATIENCE_S = 3.0  # how long a request that shall stop waits for a silent engine to say so
 MAX_LATE_S = 2.0  # that this process' own loop may be before it has stood still
 
 
@@ -188,7 +189,13 @@ class EngineClient:
             self._send(api.AbortRequest(request_id=stream.request_id))
 
     async def abort(self, request_id: str) -> None:
-        """Ask the engine to stop a request; its stream ends with `Finished{aborted}`."""
+        """Ask the engine to stop a request; its stream ends with `Finished{aborted}`.
+
+        It ends so, with what has come, even where no engine is there to be asked.
+        """
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            stream.is_to_end = True
         self._send(api.AbortRequest(request_id=request_id))
 
     # Questions ----------------------------------------------------------------------------
@@ -481,6 +488,9 @@ class EngineClient:
     def _resubmit(self, stream: OutputStream) -> None:
         if stream.is_finished:
             return
+        if stream.is_to_end:
+            stream.end_aborted()
+            return
         stream.num_resubmits += 1
         if stream.num_resubmits > self._max_resubmits:
             stream.fail("engine_restarted", f"the engine died {stream.num_resubmits} times")
@@ -505,6 +515,10 @@ class EngineClient:
                     is_silent = now_s - stream.touched_s > self._reconcile_s
                     if is_silent and not stream.is_finished and not stream.awaits_engine:
                         self._send(stream.catch_up())
+            elif now_s - self._last_heard_s > ABORT_PATIENCE_S:
+                for stream in list(self._streams.values()):
+                    if stream.is_to_end:
+                        stream.end_aborted()
 
     def _forgive(self, late_s: float, now_s: float) -> None:
         """A machine that stood still (paused, suspended) let nobody be heard meanwhile."""

@@ -54,6 +54,7 @@ class OutputStream:
         self.request = request
         self.num_resubmits = 0
         self.awaits_engine = False  # the one that runs takes no new requests
+        self.is_to_end = False  # somebody asked for its end
         self.touched_s = 0.0
         self.submitted_s = time.monotonic()
         self._base = base  # output tokens before the first one held here
@@ -107,6 +108,16 @@ class OutputStream:
                 self._finished = message
         self.give()
         return True
+
+    def end_aborted(self) -> None:
+        """End it with what has come, without the engine, which may be gone."""
+        self.feed(
+            api.Finished(
+                request_id=self.request_id,
+                reason=api.FinishReason.ABORTED,
+                num_output_tokens=self.num_output,
+            )
+        )
 
     def fail(self, code: str, text: str) -> None:
         """End the stream from this side."""

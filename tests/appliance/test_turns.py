@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fakes.appliance import TERMINAL, Json, RunningApp, default_assets, ids_of, says
+from tests.fakes.appliance import (
+    TERMINAL,
+    Json,
+    RunningApp,
+    default_assets,
+    ids_of,
+    says,
+    sse_events,
+)
 
 TEXT_EVENTS = [
     "turn.created",
@@ -136,6 +144,40 @@ def test_a_deadline_ends_the_turn_with_what_it_has(app: RunningApp) -> None:
     assert (final["type"], final["reason"]) == ("turn.incomplete", "deadline")
     assert final["items"][0]["content"][0]["text"].startswith("word word")
     assert app.get(f"/v1/sessions/{session_id}").json()["status"] == "idle"
+
+
+@pytest.mark.parametrize("when", ["before it begins", "in mid answer"])
+@pytest.mark.parametrize("how", ["deadline", "cancel"])
+def test_a_turn_ends_when_it_is_to_though_its_engine_is_gone(
+    app: RunningApp, when: str, how: str
+) -> None:
+    """With what readers saw, and the session goes on once there is an engine again."""
+    app.engine.script = says("word " * 400)
+    app.engine.tokens_per_s = 50
+    session_id = app.session()
+    is_gone = when == "before it begins"
+    if is_gone:
+        app.engine.stop()
+    body = {"input": "go", "stream": True, **({"deadline_ms": 400} if how == "deadline" else {})}
+    path = f"/v1/sessions/{session_id}/turns"
+    told, is_asked = "", False
+    with app.http.stream("POST", path, json=body) as reply:
+        for event in sse_events(reply):
+            told += event.get("delta", "")
+            if event["type"] == "turn.queued" if is_gone else told and not is_asked:
+                is_asked = True
+                app.engine.stop()
+                if how == "cancel":
+                    assert app.post(f"{path}/{event['turn_id']}/cancel", {}).status_code == 200
+    if how == "deadline":
+        assert (event["type"], event["reason"]) == ("turn.incomplete", "deadline")
+    else:
+        assert event["type"] == "turn.cancelled"
+    texts = [part["text"] for item in event["items"] for part in item["content"]]
+    assert "".join(texts) == told
+    app.engine.script = says("Done.")
+    app.engine.start()
+    assert app.turn(session_id, "again")["status"] == "completed"
 
 
 def test_text_from_a_client_never_becomes_a_control_token(app: RunningApp) -> None:
