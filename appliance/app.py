@@ -141,7 +141,10 @@ def create_app(services: Services) -> FastAPI:
             ],
         )
     app.add_middleware(
-        RequestFrame, metrics=services.metrics, max_body_bytes=server.max_body_mb << 20
+        RequestFrame,
+        metrics=services.metrics,
+        max_body_bytes=server.max_body_mb << 20,
+        origins=server.cors_origins,
     )
     return app
 

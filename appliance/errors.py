@@ -41,6 +41,7 @@ STATUS_BY_CODE: dict[str, int] = {
     "context_length_exceeded": 400,
     # who asks, and for what
     "invalid_api_key": 401,
+    "cross_site_request": 403,
     "model_not_found": 404,
     "not_found": 404,
     "session_not_found": 404,
@@ -96,6 +97,7 @@ EXTRA_ATTRIBUTES = ("turn_id", "call_id", "call_ids", "expected", "actual")
 ANTHROPIC_PATH = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 import time
+from collections.abc import Collection
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -22,6 +23,7 @@ from appliance.errors import STATUS_BY_CODE, ApiError, error_body_for, is_anthro
 from appliance.metrics import Metrics
 
 # Keys in the ASGI scope: when the request's head was read; a tuple of the body's value, if known.
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 RECEIVED_S = "moorage.received_s"
 PARSED_BODY = "moorage.parsed_body"
 # JSON text up to what may not be stored: half of a surrogate pair, an integer of 19 digits or more.
@@ -54,10 +56,13 @@ class BodyRefused(HTTPException):
 class RequestFrame:
     """Wraps the app; see the module docstring."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, metrics: Metrics, max_body_bytes: int, origins: Collection[str]
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -76,6 +81,13 @@ class RequestFrame:
                 self._count(scope, message["status"])
             await send(message)
 
+        if scope["method"] not in SAFE_METHODS and self._is_foreign(headers):
+            message = (
+                f"a page of {headers.get('origin', 'another site')[:200]} may not do this; "
+                "allowed: this server's own page, and server.cors_origins"
+            )
+            await _refuse(str(scope["path"]), "cross_site_request", message, send_framed)
+            return
         declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_body_bytes:
             message = f"the body is larger than {self._max_body_bytes} bytes"
@@ -87,6 +99,19 @@ class RequestFrame:
             await _refuse(str(scope["path"]), "unsupported_encoding", str(error), send_framed)
             return
         await self._app(scope, self._limited(scope, receive, decoder), send_framed)
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        """Whether a browser sends this for a page of another site, which it does unasked where
+        the body is a form's or none. A server without API keys would do what such a page says.
+
+        Source: Fetch Metadata (Sec-Fetch-Site); RFC 6454 (Origin), where a browser sends only that.
+        """
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if "*" in self._origins or origin in self._origins:
+            return False
+        if site is not None:
+            return site in ("cross-site", "same-site")
+        return origin is not None and origin.partition("://")[2] != headers.get("host")
 
     def _limited(self, scope: Scope, receive: Receive, decoder: BodyDecoder | None) -> Receive:
         """Bodies without a declared length are measured as they come; what no store, hash or

@@ -69,7 +69,8 @@ class TurnEnding:
         try:
             await storing
         except SessionError as error:
-            logger.error("turn not stored: %s", error, extra={"turn_id": run.turn_id})
+            level = logging.INFO if isinstance(error, SessionNotFound) else logging.ERROR
+            logger.log(level, "turn not stored: %s", error, extra={"turn_id": run.turn_id})
             await self.break_off(run, ApiError(error.code, f"the turn was not stored: {error}"))
             return
         self._tell(run, record, turn)
@@ -82,6 +83,8 @@ class TurnEnding:
         record = turn_record.broken_off(run, self._clock_ms())
         try:
             await self._store_record(run.pending.session_id, record)
+        except SessionNotFound:
+            pass  # it was deleted, and the turn with it
         except SessionError as problem:
             self._owe(run.pending.session_id, record, problem)
         self._tell(run, record, turn_view.turn_wire(run.pending.session_id, record))
@@ -91,6 +94,8 @@ class TurnEnding:
         record = turn_record.abandoned(pending, error, self._clock_ms())
         try:
             await self._store_record(pending.session_id, record)
+        except SessionNotFound:
+            pass
         except SessionError as problem:
             self._owe(pending.session_id, record, problem)
 

@@ -14,7 +14,7 @@ import pytest
 from appliance.bench import BenchParams, run_bench
 from appliance.metrics import Metrics
 from engine.loop.counters import Counters
-from tests.fakes.appliance import RunningApp, says
+from tests.fakes.appliance import RunningApp, says, sse_events
 
 
 def test_a_body_over_the_limit_is_413_declared_or_not(tmp_path: Path) -> None:
@@ -41,6 +41,68 @@ def test_browsers_may_call_from_configured_origins_alone(tmp_path: Path) -> None
         assert good.headers["access-control-allow-origin"] == "http://ide.local"
         bad = app.http.options("/v1/sessions", headers={"Origin": "http://evil.local", **ask})
         assert "access-control-allow-origin" not in bad.headers
+
+
+OURS, THEIRS = "http://127.0.0.1:{port}", "http://evil.local"
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_let_in"),
+    [
+        ({}, True),  # no browser
+        ({"Origin": OURS}, True),
+        ({"Origin": OURS, "Sec-Fetch-Site": "same-origin"}, True),
+        ({"Origin": "https://proxy.local", "Sec-Fetch-Site": "same-origin"}, True),
+        ({"Sec-Fetch-Site": "none"}, True),
+        ({"Origin": "http://ide.local", "Sec-Fetch-Site": "cross-site"}, True),
+        ({"Origin": THEIRS}, False),
+        ({"Origin": "null"}, False),
+        ({"Origin": "http://127.0.0.1:1"}, False),
+        ({"Origin": THEIRS, "Sec-Fetch-Site": "cross-site"}, False),
+        ({"Origin": "http://127.0.0.1:1", "Sec-Fetch-Site": "same-site"}, False),
+        ({"Sec-Fetch-Site": "cross-site"}, False),
+    ],
+)
+def test_a_page_of_another_site_changes_nothing(
+    tmp_path: Path, headers: dict[str, str], is_let_in: bool
+) -> None:
+    """What a browser sends for it without asking first: a form, or no body at all."""
+    settings = {"server": {"cors_origins": ["http://ide.local"]}}
+    with RunningApp(tmp_path, settings=settings) as app:
+        session_id = app.session()
+        port = app.url.rpartition(":")[2]
+        headers = {name: value.format(port=port) for name, value in headers.items()}
+        path = f"/v1/sessions/{session_id}"
+        exported = app.http.get(f"{path}/export", headers=headers)
+        assert exported.status_code == 200, "CORS decides who may read"
+        plain = {"Content-Type": "text/plain", **headers}
+        for reply in (
+            app.http.post(f"{path}/suspend", headers=headers),
+            app.http.post("/v1/sessions/import", content=exported.content, headers=plain),
+            app.http.delete(path, headers=headers),
+        ):
+            if not is_let_in:
+                assert app.error(reply)[:2] == (403, "cross_site_request")
+            else:
+                assert reply.status_code in (200, 201, 409), reply.text
+        assert (app.get(path).status_code == 404) is is_let_in
+
+
+def test_a_session_deleted_under_its_turn_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunningApp(tmp_path, says("word " * 400)) as app:
+        app.engine.tokens_per_s = 100
+        session_id = app.session()
+        path = f"/v1/sessions/{session_id}"
+        body = {"input": "go", "stream": True}
+        with app.http.stream("POST", f"{path}/turns", json=body) as reply:
+            events = sse_events(reply)
+            next(events)
+            assert app.http.delete(path).status_code == 200
+            assert list(events)[-1]["type"] in ("turn.cancelled", "turn.failed")
+        assert app.asgi.state.context.turns.runner.ending._owed == {}
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 def test_metrics_count_turns_tokens_and_misses(tmp_path: Path) -> None:
