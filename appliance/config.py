@@ -39,7 +39,7 @@ class ServerConfig:
     api_keys: dict[str, str] = field(default_factory=dict)
     """API key -> tenant. Empty: no key is asked for and everyone is tenant `default`."""
     cors_origins: tuple[str, ...] = ()
-    """Origins that browsers may call from (IDE web views); `*` for any; no other may change a thing."""
+    """Origins that browsers may call from (IDE web views); `*` for any, others change nothing."""
     state_dir: Path = field(default_factory=_default_state_dir)
     """Directory of what must survive a restart: the session store, the turn journals."""
     run_dir: Path = Path("")
