@@ -90,7 +90,7 @@ def test_a_turn_is_cancelled_and_a_session_deleted_after_a_question(
         page.go(f"{app.url}/dashboard#session/{session_id}")
         page.click("#cancel")
         runner, limit_s = app.asgi.state.context.turns.runner, time.monotonic() + 30
-        while not any(run.stop_cause for run in runner.runs()):
+        while (runs := list(runner.runs())) and not any(run.stop_cause for run in runs):
             assert time.monotonic() < limit_s, "nobody cancelled the turn"
             time.sleep(0.01)
         app.engine.resume()
