@@ -363,7 +363,8 @@ class HintReply(msgspec.Struct, tag="hint", kw_only=True):
 
 
 class MoveReply(msgspec.Struct, tag="move", kw_only=True):
-    """Sent when the transfers that the move caused are over, or after 30 s."""
+    """Sent when the transfers that the move caused are over, when none came to its end for 3 s, or
+    after 30 s."""
 
     query_id: str
     cache: CacheHit  # where the prefix is now

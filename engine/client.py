@@ -303,7 +303,8 @@ class EngineClient:
     async def move_prefix(
         self, token_ids: bytes, tier: str, *, salt: str = "", timeout_s: float = 35.0
     ) -> api.MoveReply:
-        """Bring a prefix to a tier (l1 | l2 | l3 | none); returns when it is there, or after 30 s.
+        """Bring a prefix to a tier (l1 | l2 | l3 | none); returns when it is there, when it came no
+        nearer for 3 s, or after 30 s.
 
         Raises: EngineUnavailableError.
         """

@@ -25,7 +25,7 @@ class StoreLine:
     """At most `most` moves, oldest first.
 
     Args:
-        parent_of: the name of the page before a move's page; empty for a prefix's first.
+        parent_of: the name of the page before a move's page; empty where nobody knows it.
     """
 
     def __init__(self, most: int, parent_of: Callable[[Move], bytes]) -> None:
