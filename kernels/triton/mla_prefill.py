@@ -177,6 +177,7 @@ def _run(
                 ROWS=rows,
                 num_warps=4,
             )
+    scratch.end_layer()
     return out
 
 

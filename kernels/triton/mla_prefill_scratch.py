@@ -17,6 +17,9 @@ from kernels.triton.mla_prefill_plan import PrefillPlan
 
 # Expanded keys and values of one group of heads stay below this.
 EXPANDED_BYTES = 2 << 30
+# Larger ones are no layer's but while it attends: its experts need memory too, and a step as large
+# is bound by the device whatever the host does.
+KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,9 @@ class PrefillScratch:
         self.partial_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         per_head = plan.num_kv * (sizes.nope_dim + sizes.v_dim) * q.element_size()
         self.group = min(heads, max(1, EXPANDED_BYTES // per_head))
-        self._keys = torch.empty(plan.num_kv * self.group * sizes.nope_dim, **like)
-        self._values = torch.empty(plan.num_kv * self.group * sizes.v_dim, **like)
+        self._is_kept = per_head * self.group <= KEPT_BYTES
+        self._like = like
+        self._room: tuple[torch.Tensor, torch.Tensor] | None = None
         self._of_count: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._boxes_of_count: dict[int, tuple[Any, Any, Any]] = {}
 
@@ -58,14 +62,26 @@ class PrefillScratch:
         """Room for keys [num_kv, count * nope_dim] and values [num_kv, count * v_dim]."""
         found = self._of_count.get(count)
         if found is None:
-            num, keys, values = self.plan.num_kv, self._keys, self._values
-            widths = count * self.sizes.nope_dim, count * self.sizes.v_dim
+            num, nope_dim, v_dim = self.plan.num_kv, self.sizes.nope_dim, self.sizes.v_dim
+            if self._room is None:
+                self._room = (
+                    torch.empty(num * self.group * nope_dim, **self._like),
+                    torch.empty(num * self.group * v_dim, **self._like),
+                )
+            keys, values = self._room
             found = (
-                keys[: num * widths[0]].view(num, widths[0]),
-                values[: num * widths[1]].view(num, widths[1]),
+                keys[: num * count * nope_dim].view(num, count * nope_dim),
+                values[: num * count * v_dim].view(num, count * v_dim),
             )
             self._of_count[count] = found
         return found
+
+    def end_layer(self) -> None:
+        """Give large keys and values back until the next layer asks."""
+        if not self._is_kept:
+            self._room = None
+            self._of_count.clear()
+            self._boxes_of_count.clear()
 
     def boxes(self, count: int) -> tuple[Any, Any, Any]:
         """Descriptors of that room and of the latents: keys, rope parts, values; a tile each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -62,14 +63,16 @@ def check(
     assert error < 1e-5, error
 
 
-def check_planes(rows: list[tuple[int, int]], group: int) -> None:
+def check_planes(rows: list[tuple[int, int]], group: int, kept: int = 1 << 30) -> None:
     """Out of fp8 planes whose bytes behind a row's end are NaN, layer after layer: one StepWork."""
     torch.manual_seed(9)
     mla_prefill_scratch.EXPANDED_BYTES = group
+    mla_prefill_scratch.KEPT_BYTES = kept
     lens = [past + new for past, new in rows]
     pool, table, slots, seq_lens = planes_case(lens)
     indptr = torch.tensor([0, *(new for _, new in rows)]).cumsum(0).to(torch.int32)
     work = StepWork()
+    rooms: list[Any] = []
     for layer in (1, 1):
         args = (
             torch.randn(int(indptr[-1]), 2, NOPE + ROPE),
@@ -85,8 +88,13 @@ def check_planes(rows: list[tuple[int, int]], group: int) -> None:
         found = mla_prefill.prefill_portable(*args, work, block_m=32, tile=64)
         wanted = reference_of_planes(*args)
         assert relative_error(found, wanted) < 1e-5
+        rooms += [scratch._room for scratch in work._kept.values()]
         expanded = mla_prefill_planes.prefill_of_expanded_pages(*args, StepWork())
         assert relative_error(expanded, wanted) < 1e-5
+    if kept:
+        assert len(rooms) == 2 and rooms[0] is rooms[1] is not None
+    else:
+        assert rooms == [None, None]
 
 
 CHECKS: dict[str, Callable[[], None]] = {
@@ -96,6 +104,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "parts_that_some_queries_do_not_see": lambda: check([(3, 61), (40, 20)], min_tiles=1),
     "fp8_planes": lambda: check_planes([(100, 40), (0, 64), (7, 1)], 1 << 30),
     "fp8_planes_in_groups": lambda: check_planes([(70, 9)], 128 * 48 * 4 + 1),
+    "large_keys_and_values_between_layers": lambda: check_planes([(70, 9)], 128 * 48 * 4 + 1, 0),
     "heads_in_groups": lambda: check([(50, 20)], heads=3, expanded_bytes=96 * 48 * 4 + 1),
 }
 
