@@ -179,6 +179,27 @@ def mla_absorb(
     return out
 
 
+def _values_traits(
+    q: torch.Tensor, kv_pool_layer: torch.Tensor, workspace: MlaWorkspace, w_uv: torch.Tensor
+) -> tuple[tuple[str, int | bool], ...]:
+    """Of a call with `mla_values` in it.
+
+    Raises:
+        KernelInputError: if shapes disagree.
+    """
+    num_heads, v_dim, latent_dim = w_uv.shape
+    expect_shape("q", q, (None, num_heads, None))
+    expect_shape("w_uv", w_uv, (workspace.num_heads, None, workspace.latent_dim))
+    rope_dim = q.shape[-1] - latent_dim
+    return (
+        ("latent_dim", latent_dim),
+        ("rope_dim", rope_dim),
+        ("v_dim", v_dim),
+        ("query_rows", num_heads * workspace.q_len),
+        *_pool_traits(kv_pool_layer, latent_dim, rope_dim),
+    )
+
+
 def mla_values(
     q: torch.Tensor,
     kv_pool_layer: torch.Tensor,
@@ -199,18 +220,8 @@ def mla_values(
     Raises:
         KernelInputError: if shapes disagree.
     """
-    num_heads, v_dim, latent_dim = w_uv.shape
-    expect_shape("q", q, (None, num_heads, None))
-    expect_shape("w_uv", w_uv, (workspace.num_heads, None, workspace.latent_dim))
+    traits = _values_traits(q, kv_pool_layer, workspace, w_uv)
     formats = (("q", format_of(q.dtype)), ("kv", kv_format(kv_pool_layer)))
-    rope_dim = q.shape[-1] - latent_dim
-    traits = (
-        ("latent_dim", latent_dim),
-        ("rope_dim", rope_dim),
-        ("v_dim", v_dim),
-        ("query_rows", num_heads * workspace.q_len),
-        *_pool_traits(kv_pool_layer, latent_dim, rope_dim),
-    )
     kernel = select_kernel(CallSignature("mla_values", q.device.type, formats, traits))
     out: torch.Tensor = kernel.fn(
         q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace, w_uv
@@ -243,24 +254,18 @@ def mla_output(
     Raises:
         KernelInputError: if shapes disagree.
     """
-    num_heads, v_dim, latent_dim = w_uv.shape
-    expect_shape("q", q, (None, num_heads, None))
-    expect_shape("w_uv", w_uv, (workspace.num_heads, None, workspace.latent_dim))
+    values = _values_traits(q, kv_pool_layer, workspace, w_uv)
     expect_shape("residual", residual, (q.shape[0], out_weight.shape[0]))
-    if out_weight.shape[1] != num_heads * v_dim:
-        raise KernelInputError("out_weight", list(out_weight.shape), f"[any, {num_heads * v_dim}]")
+    width = w_uv.shape[0] * w_uv.shape[1]
+    if out_weight.shape[1] != width:
+        raise KernelInputError("out_weight", list(out_weight.shape), f"[any, {width}]")
     formats = (
         ("q", format_of(q.dtype)),
         ("kv", kv_format(kv_pool_layer)),
         ("weight", linear_format(out_weight)),
     )
-    rope_dim = q.shape[-1] - latent_dim
     traits = (
-        ("latent_dim", latent_dim),
-        ("rope_dim", rope_dim),
-        ("v_dim", v_dim),
-        ("query_rows", num_heads * workspace.q_len),
-        *_pool_traits(kv_pool_layer, latent_dim, rope_dim),
+        *values,
         ("small_batch", q.shape[0] <= SMALL_BATCH_TOKENS),
         ("up_to_8_tokens", q.shape[0] <= 8),
         ("num_rows", out_weight.shape[0]),

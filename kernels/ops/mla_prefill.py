@@ -56,9 +56,9 @@ def mla_prefill(
         KernelInputError: if shapes disagree or an index tensor is not int32.
     """
     num_heads, nope_dim, latent_dim = w_uk.shape
-    rope_dim = q.shape[2] - nope_dim
     num_rows = row_slots.shape[0]
     expect_shape("q", q, (None, num_heads, None))
+    rope_dim = q.shape[2] - nope_dim
     expect_shape("w_uv", w_uv, (num_heads, None, latent_dim))
     expect_shape("page_table", page_table, (None, None))
     expect_shape("row_indptr", row_indptr, (num_rows + 1,))

@@ -182,6 +182,10 @@ def test_wrong_shapes_are_named() -> None:
         mla_prefill(**{**step, "w_uv": step["w_uv"][..., 1:]})
     with pytest.raises(ValueError, match="row_indptr"):
         mla_prefill(**{**step, "row_indptr": step["row_indptr"].long()})
+    with pytest.raises(ValueError, match=r"q: got \[2, 3\]"):
+        mla_prefill(**{**step, "q": step["q"][..., 0]})
+    with pytest.raises(ValueError, match="kv_pool_layer: got"):
+        mla_prefill(**{**step, "q": step["q"][..., 1:]})
 
 
 def test_grouped_products_are_the_experts_one_by_one() -> None:
