@@ -20,9 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from kernels.errors import KernelInputError
 
 GROUP = 128
+E4M3_MAX = 448.0
 # Of the views that a step asks for several times; an entry goes with its view.
 _planes_of: Any = WeakTensorKeyDictionary()
-E4M3_MAX = 448.0
 
 
 def row_bytes(latent_dim: int, rope_dim: int) -> int:

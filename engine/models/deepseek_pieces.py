@@ -44,7 +44,6 @@ class DeepseekPieces:
         self._rope_dim = config.rope_dim
         self._heads = (config.num_heads, config.head_dim)
         self._q_width = config.num_heads * config.head_dim
-        self.most = most
         device = stack.embedding.device
 
         def room(width: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kernels.ops.moe import moe_w4_signature
 from kernels.registry import Priority, register_kernel
 from kernels.selection import usual_kernel
 from kernels.sizes import cdiv, next_power_of_2
@@ -331,8 +332,6 @@ def without_combining(
     shared: torch.Tensor | None,
 ) -> torch.Tensor:
     """By the kernel that runs the call where nothing is overridden."""
-    from kernels.ops.moe import moe_w4_signature
-
     usual = usual_kernel(moe_w4_signature(x, ids, gate_up, down))
     out: torch.Tensor = usual.fn(x, ids, weights, gate_up, down, shared)
     return out

@@ -88,10 +88,9 @@ def test_the_usual_kernel_is_that_without_override_and_never_a_trial(family: Non
         assert usual_kernel(call(x="bf16")).name == "fast"
         register_kernel(FAMILY, "newer", priority=Priority.PERFORMANT)(lambda: "newer")
         assert usual_kernel(call(x="bf16")).name == "newer"
-    REGISTRY.remove(FAMILY, "reference")
+    for name in ("reference", "newer"):
+        REGISTRY.remove(FAMILY, name)
     with pytest.raises(NoKernelFoundError, match="x is q4_1"):
-        for name in ("newer",):
-            REGISTRY.remove(FAMILY, name)
         usual_kernel(call(x="q4_1"))
 
 
