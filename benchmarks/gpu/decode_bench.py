@@ -111,10 +111,9 @@ def bench_small() -> Iterator[dict[str, Any]]:
         workspace.partial_lse.normal_()
         attended = _draw(num, 16, 512)
         ups = [_draw(16, 128, 512) for _ in range(32)]
+        groups = mla_layer.VALUE_PARTS if num == 1 else 1
         calls = [
-            functools.partial(
-                mla_layer.merge_values, attended, workspace, num, w, 4 if num == 1 else 1
-            )
+            functools.partial(mla_layer.merge_values, attended, workspace, num, w, groups)
             for w in ups
         ]
         yield _line("mla_merge_values", calls, ups[0].numel() * 2, T=num)

@@ -36,7 +36,7 @@ from engine.config import EngineConfig, TiersConfig
 from engine.execution.model_runner import build_model_runner
 from engine.transport import pack_ids
 from kvtiers.layered_load import LayeredLoad
-from kvtiers.transfer import Move, MoveKind
+from kvtiers.transfer import MoveKind
 from tests.fakes.live_engine import Collected, LiveEngine, make_request
 
 NEW_TOKENS = 800
@@ -47,15 +47,6 @@ class Differs(SystemExit):
     """What came is not what was sent."""
 
 
-def moves_of(num_pages: int) -> list[Move]:
-    """Every page from the slot of its number, as `Tiers` named them."""
-    kind = MoveKind.LOAD_BACK
-    return [
-        Move(ticket=i, kind=kind, source=i, target=i, page_hash=i.to_bytes(16, "little"))
-        for i in range(num_pages)
-    ]
-
-
 def load_layers(tiers: Tiers, device: torch.device, *, looks: bool) -> tuple[float, float, Any]:
     """Seconds until the first group is there and until all is; if it `looks`, sums of the layers
     as a reader sees them that waits for each (which takes time of its own)."""
@@ -63,7 +54,7 @@ def load_layers(tiers: Tiers, device: torch.device, *, looks: bool) -> tuple[flo
     seen = []
     wait(device)
     start_s = time.perf_counter()
-    tiers.engine.load_layers(moves_of(tiers.num_pages), load)
+    tiers.engine.load_layers(tiers.moves(MoveKind.LOAD_BACK), load)
     load.wait(0)
     wait(device)
     first_s = time.perf_counter() - start_s
@@ -132,7 +123,7 @@ class Context:
     def measure(self, where: str, rounds: int) -> dict[str, Any]:
         """Times to the first token, and the tokens; `where`: l1 | l2 | l2 overlapped."""
         tiers = TiersConfig(l2_bytes=self.l2_bytes, overlap_loads=where == "l2 overlapped")
-        budget = min(4096, 512 if len(self.base) < 4096 else 4096)
+        budget = 512 if len(self.base) < 4096 else 4096
         engine = LiveEngine(
             str(self.folder / where.replace(" ", "-")),
             self.runner,

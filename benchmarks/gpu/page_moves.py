@@ -81,14 +81,16 @@ class Tiers:
     def num_bytes(self) -> int:
         return self.num_pages * self.layout.page_bytes
 
+    def moves(self, kind: MoveKind) -> list[Move]:
+        """Every page, to or from the slot of its number."""
+        return [
+            Move(ticket=i, kind=kind, source=i, target=i, page_hash=i.to_bytes(16, "little"))
+            for i in range(self.num_pages)
+        ]
+
     def move(self, kind: MoveKind) -> None:
         """All pages; returns when they are there."""
-        self.engine.submit(
-            [
-                Move(ticket=i, kind=kind, source=i, target=i, page_hash=i.to_bytes(16, "little"))
-                for i in range(self.num_pages)
-            ]
-        )
+        self.engine.submit(self.moves(kind))
         if not self.engine.wait_idle(60):
             raise RuntimeError("the moves do not end")
         if not all(ack.ok for ack in self.engine.take_acks()):
