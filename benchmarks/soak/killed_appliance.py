@@ -12,13 +12,13 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 
+from appliance.children import free_port
 from benchmarks.soak.ide_client import until
 
 ROOT = Path(__file__).parents[2]
@@ -41,9 +41,7 @@ class Appliance:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
         self.log = (folder / "log").open("ab")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port("127.0.0.1")
         self.settings = [
             f"server.port={self.port}",
             f"server.state_dir={folder}/s",
