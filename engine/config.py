@@ -141,6 +141,8 @@ class EngineConfig:
     draft a step from a model's next-token-prediction layer)."""
     max_draft_tokens: int = 8
     """Drafts a request gets in one step, where `speculation` is ngram; count."""
+    step_trace: str = ""
+    """File for one JSON line a step: its rows, tokens and times (it grows); empty: none."""
     run_dir: str = field(default_factory=default_run_dir)
     """Directory of the engine's socket; created if missing."""
     drain_s: float = 10.0

@@ -33,6 +33,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.gpu import step_report
 from benchmarks.gpu.shapes import SHAPES, write_shape
 from benchmarks.source_tree import source_facts
 
@@ -71,6 +72,7 @@ class Turn:
     cached_tokens: int = 0
     tokens_s: float  # 1 / time per output token
     num_tokens: int
+    start_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,6 +124,7 @@ class User:
         return Turn(
             ttft_s=times[0] - start,
             tokens_s=(num_tokens - 1) / spread,
+            start_s=start,
             num_tokens=num_tokens,
             prompt_tokens=self.usage[0],
             cached_tokens=self.usage[1],
@@ -213,6 +216,20 @@ class Server:
         self.process.wait(60)
 
 
+def traced(path: pathlib.Path, users: list[User], start_s: float) -> list[dict[str, Any]]:
+    """What the engine's steps were in a case; of one user alone also where first tokens went."""
+    time.sleep(1.1)  # the trace is written once a second
+    steps = step_report.read(path, start_s * 1e6)
+    lines: list[dict[str, Any]] = [{"trace": "steps", **step_report.summary(steps)}]
+    for turn in users[0].turns if len(users) == 1 else []:
+        first_us = (turn.start_s + turn.ttft_s) * 1e6
+        found = step_report.first_token(steps, turn.start_s * 1e6, first_us)
+        lines.append(
+            {"trace": "first token", "ttft_ms": round(turn.ttft_s * 1e3, 1), **(found or {})}
+        )
+    return lines
+
+
 async def drive(url: str, load: Load) -> list[User]:
     """All users at once."""
     limits = httpx.Limits(max_connections=None)
@@ -231,8 +248,10 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measure(url: str, load: Load, weights: str, kv: str) -> dict[str, Any]:
-    """Drive one case; its line."""
+def measure(
+    url: str, load: Load, weights: str, kv: str, trace: pathlib.Path | None = None
+) -> list[dict[str, Any]]:
+    """Drive one case; its line, and more of a server that writes a trace."""
     start = time.perf_counter()
     users = asyncio.run(drive(url, load))
     wall_s = time.perf_counter() - start
@@ -243,7 +262,7 @@ def measure(url: str, load: Load, weights: str, kv: str) -> dict[str, Any]:
     rates = [turn.tokens_s for turn in turns]
     kv_bytes = load.sessions * load.context * KV_BYTES_A_TOKEN[kv]
     floor_s = (WEIGHT_BYTES[weights] + kv_bytes) / HBM_BYTES_A_S
-    return {
+    line = {
         "case": f"{load.sessions} x {load.context}",
         "api": load.api,
         "weights": weights,
@@ -258,6 +277,7 @@ def measure(url: str, load: Load, weights: str, kv: str) -> dict[str, Any]:
         "ttft_later_p99_ms": round(quantile(later, 0.99) * 1e3, 1),
         "later_all_cached": round(sum(n <= PAGE_TOKENS for n in computed) / len(computed), 3),
     }
+    return [line] if trace is None else [line, *traced(trace, users, start)]
 
 
 def about() -> dict[str, Any]:
@@ -306,6 +326,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arrival", type=float, default=0.0, help="seconds between sessions")
     parser.add_argument("--url", default="", help="a server that is running already")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="its settings")
+    parser.add_argument("--trace", action="store_true", help="lines of the engine's steps too")
     parser.add_argument("--out", type=pathlib.Path)
     return parser.parse_args()
 
@@ -319,6 +340,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         server = None
+        trace = folder / "steps.jsonl" if args.trace else None
         url = args.url
         if not url:
             model = write_shape(folder / args.shape, args.shape, args.weights)
@@ -328,13 +350,16 @@ def main() -> None:
                 "engine.max_slots": max(load.sessions for load in loads),
                 "engine.kv_dtype": args.kv,
             }
+            if trace is not None:
+                settings["engine.step_trace"] = str(trace)
             flags = [f"{key}={value}" for key, value in settings.items()]
             server = Server(folder, [*flags, *args.settings])
             url = server.wait_ready()
         try:
             for load in loads:
-                lines.append(measure(url, load, args.weights, args.kv))
-                print(json.dumps(lines[-1]), flush=True)
+                for line in measure(url, load, args.weights, args.kv, trace):
+                    lines.append(line)
+                    print(json.dumps(line), flush=True)
         finally:
             if server is not None:
                 server.stop()

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -28,7 +29,8 @@ __all__ = ["Executor", "Step", "StepResult"]
 
 logger = logging.getLogger(__name__)
 
-_Pending = tuple[int, Callable[[], StepResult]]  # (step_id, waits for the result)
+# (step_id, waits for the result, when its launch began and had ended)
+_Pending = tuple[int, Callable[[], StepResult], int, int]
 
 
 class Executor:
@@ -79,7 +81,9 @@ class Executor:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
         with torch.inference_mode():
             while (step := self._steps.get()) is not None:
-                pending = (step.forward.step_id, self._launch(step))
+                start_ns = time.monotonic_ns()
+                finish = self._launch(step)
+                pending = (step.forward.step_id, finish, start_ns, time.monotonic_ns())
                 if self._launcher.is_async:
                     self._pending.put(pending)
                 else:
@@ -98,13 +102,15 @@ class Executor:
             failed = _failed(step.forward.step_id, error, start)
             return lambda: failed
 
-    def _hand_over(self, step_id: int, finish: Callable[[], StepResult]) -> None:
+    def _hand_over(
+        self, step_id: int, finish: Callable[[], StepResult], start_ns: int, launched_ns: int
+    ) -> None:
         start = time.perf_counter()
         try:
             result = finish()
         except Exception as error:  # what a device did wrong shows when its result is waited for
             result = _failed(step_id, error, start)
-        self._results.append(result)
+        self._results.append(replace(result, span=(start_ns, launched_ns, time.monotonic_ns())))
         self._on_done()
 
 

@@ -28,7 +28,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepResult:
-    """What came of a step. `error` says why nothing did."""
+    """What came of a step. `error` says why nothing did.
+
+    `span`: when the executor began to launch it, had launched it, and had its result; monotonic ns.
+    """
 
     step_id: int
     sampled: Sampled | None
@@ -36,6 +39,7 @@ class StepResult:
     mask_wait_ms: float
     sample_ms: float
     error: str | None = None
+    span: tuple[int, int, int] = (0, 0, 0)
 
 
 class Launcher(Protocol):

@@ -150,7 +150,7 @@ class ControlPlane:
     def wait_for_loads(self, timeout_s: float) -> list[Ended]:
         """Let what steps read come to its end; who left the scheduler by that."""
         if self._tiers is not None:
-            self._tiers.transfers.wait_idle(timeout_s)
+            self._tiers.transfers.wait_copied(timeout_s)
         return self.take_acks()
 
     def finish_tiers(self, requests: Sequence[Request], timeout_s: float) -> None:

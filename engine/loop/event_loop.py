@@ -30,6 +30,7 @@ from engine.loop.outbox import Outbox
 from engine.loop.request_desk import RequestDesk
 from engine.loop.requests import Request
 from engine.loop.speculation import Speculation
+from engine.loop.step_trace import StepTrace
 from engine.sampling.params import ALREADY_SET, RowSampling, SampleBatch
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -58,6 +59,7 @@ class EngineLoop:
         executor: Executor,
         builder: BatchBuilder,
         speculation: Speculation,
+        trace: StepTrace | None,
         max_samples: int,
         vocab_size: int,
         now_ms: Callable[[], int],
@@ -70,6 +72,7 @@ class EngineLoop:
         self._executor = executor
         self._builder = builder
         self._speculation = speculation
+        self._trace = trace
         self._now_ms = now_ms
         self._in_flight: deque[DispatchedStep] = deque()
         self._held: StepResult | None = None  # of a step that read what is not known to be good
@@ -97,6 +100,8 @@ class EngineLoop:
             self._desk.forget_old(now_ms)
             self._outbox.forget_silent(now_ms)
             self._control.tell_costs(self._counters.prefill_us_per_token)
+            if self._trace is not None:
+                self._trace.flush()
         self._outbox.flush()
 
     def wait_ms(self) -> int:
@@ -241,6 +246,8 @@ class EngineLoop:
         # How long a step took that waited for pages says nothing of what a token costs.
         num_timed = 0 if any(step.loads) else step.num_tokens
         self._counters.note_commit(result, num_timed, committed.num_sampled, spent_ns)
+        if self._trace is not None:
+            self._trace.note(step, result, committed.num_sampled)
         self._num_failed_steps = 0 if result.error is None else self._num_failed_steps + 1
         if self._num_failed_steps >= MAX_FAILED_STEPS_IN_A_ROW:
             raise StepsKeepFailingError(result.error)

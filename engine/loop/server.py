@@ -37,6 +37,7 @@ from engine.loop.outbox import Outbox
 from engine.loop.page_names import PageNames
 from engine.loop.request_desk import RequestDesk
 from engine.loop.speculation import Speculation
+from engine.loop.step_trace import StepTrace
 from engine.loop.tier_desk import TierDesk
 from engine.loop.tier_plane import TierPlane, adopt_survivors
 from engine.loop.tier_report import TierReporter
@@ -107,7 +108,8 @@ class EngineServer:
             keeper: what a process that outlives this one keeps for it.
             store: used as L3 instead of the configured one.
 
-        Raises: ConfigError where the configured tiers cannot be; OSError for the inputs' log.
+        Raises: ConfigError where the configured tiers cannot be; OSError for the inputs' log or the
+            steps' trace.
         """
         keeper = keeper if keeper is not None else Keeper()
         self._config = config
@@ -119,6 +121,7 @@ class EngineServer:
         counters = Counters()
         lower = build_lower_tiers(config, runner, wake.set, l2_fd=keeper.l2_fd, store=store)
         self._log = _open_log(config.tiers.record_inputs)
+        self._trace = StepTrace(config.step_trace) if config.step_trace else None
         scheduler = build_scheduler(
             config,
             runner,
@@ -178,6 +181,7 @@ class EngineServer:
                 page_size=runner.page_size,
             ),
             speculation=Speculation(config, control, counters),
+            trace=self._trace,
             max_samples=config.rows_per_step,
             vocab_size=runner.vocab_size,
             now_ms=_now_ms,
@@ -265,6 +269,8 @@ class EngineServer:
             self._wake.close()
             if self._log is not None:
                 self._log.close()
+            if self._trace is not None:
+                self._trace.close()
 
     def _hello(self, runner: ModelRunner) -> api.EngineHello:
         return api.EngineHello(

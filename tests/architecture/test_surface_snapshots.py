@@ -58,6 +58,7 @@ FIELDS = [
     "engine.kernels",
     "engine.speculation",
     "engine.max_draft_tokens",
+    "engine.step_trace",
     "engine.run_dir",
     "engine.drain_s",
     "engine.grammar.compile_threads",

@@ -56,6 +56,7 @@ class LiveEngine:
         keeper: Keeper | None = None,
         store: Store | None = None,
         max_draft_tokens: int = 8,
+        step_trace: str = "",
         prepare: Callable[[EngineServer], object] = lambda server: None,
     ) -> None:
         self._prepare = prepare
@@ -66,6 +67,7 @@ class LiveEngine:
             page_size=runner.page_size,
             speculation=speculation,
             max_draft_tokens=max_draft_tokens,
+            step_trace=step_trace,
             grammar=grammar if grammar is not None else GrammarConfig(),
             scheduler=SchedulerLimits(
                 max_waiting=max_waiting,

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""engine.step_trace: a line a step, which adds up to what was asked for, in the order of time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from engine.client import EngineClient
+from engine.loop.step_trace import StepTrace
+from tests.engine.test_tiers import SCRIPT, VOCAB, prompt_of
+from tests.fakes.live_engine import LiveEngine, make_request, run, serve
+from tests.fakes.scripted_runner import ScriptedRunner
+
+TIMES = ["launch_us", "launched_us", "done_us", "commit_us"]
+
+
+def traced(tmp_path: Path, path: str) -> LiveEngine:
+    runner = ScriptedRunner(SCRIPT, vocab_size=VOCAB)
+    return LiveEngine(str(tmp_path), runner, token_budget=40, step_trace=path)
+
+
+def test_every_step_has_a_line_with_its_tokens_and_times(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    engine = traced(tmp_path, str(path))
+
+    async def work(client: EngineClient) -> None:
+        await run(client, make_request("a", prompt_of(1, 100), 6))
+
+    serve(engine, work)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    # 100 tokens in steps of 40, of which the last samples; each later step computes one.
+    assert [line["tokens"] for line in lines[:3]] == [40, 40, 20]
+    assert [line["sampled"] for line in lines] == [0, 0, 1, *[1] * 5, *[0] * (len(lines) - 8)]
+    assert all(line["rows"] == 1 and line["error"] is None for line in lines)
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+    for line in lines:
+        times = [line[name] for name in TIMES]
+        assert times == sorted(times) and line["plan_us"] <= line["launch_us"] + 1000
+    assert [line["done_us"] for line in lines] == sorted(line["done_us"] for line in lines)
+
+
+def test_a_trace_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        StepTrace(str(tmp_path / "nowhere" / "steps.jsonl"))
