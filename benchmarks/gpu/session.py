@@ -52,7 +52,8 @@ SERVED_PIECES = "--set engine.prefill_graphs=true"
 PLANES = "mla_prefill_planes=gluon_hopper"
 SUMS = "moe_w4=triton_combined"
 # Where a prefill's cost to streams shows: turns that come apart, over HTTP.
-TURNS = "-m benchmarks.gpu.engine --cases 1x65536x4,8x32768x5"
+TURNS = "-m benchmarks.gpu.engine --cases 1x65536x4,8x32768x5 --trace"
+TINY_TURNS = f"{TINY_SERVER} --trace"
 DRAWS = "--temperature 0.8 --top-p 0.95"
 # 16 sessions of 32K tokens over a pool of a quarter of that, the rest in host memory.
 TIERS = (
@@ -198,18 +199,25 @@ PARTS = (
         dry=f"{TINY_STEPS} --only decode --kernels moe_w4=reference",
     ),
     Part(
-        name="server_fp8_trial",
+        name="turns_bf16",
         half="fifth",
-        limit_s=170,
-        command=f"{TURNS} --kv fp8 {SERVED_PIECES} --set engine.kernels={PLANES},{SUMS}",
-        dry=f"{TINY_SERVER} {SERVED_PIECES}",
+        limit_s=150,
+        command=TURNS,
+        dry=TINY_TURNS,
     ),
     Part(
-        name="server_bf16_pieces",
+        name="turns_fp8_trial",
         half="fifth",
-        limit_s=170,
+        limit_s=150,
+        command=f"{TURNS} --kv fp8 {SERVED_PIECES} --set engine.kernels={PLANES},{SUMS}",
+        dry=f"{TINY_TURNS} {SERVED_PIECES}",
+    ),
+    Part(
+        name="turns_bf16_pieces",
+        half="fifth",
+        limit_s=150,
         command=f"{TURNS} {SERVED_PIECES}",
-        dry=f"{TINY_SERVER} {SERVED_PIECES}",
+        dry=f"{TINY_TURNS} {SERVED_PIECES}",
     ),
     Part(
         name="all_tests",
