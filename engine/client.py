@@ -196,6 +196,8 @@ class EngineClient:
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.is_to_end = True
+            if stream.awaits_engine:
+                stream.end_aborted()
         self._send(api.AbortRequest(request_id=request_id))
 
     # Questions ----------------------------------------------------------------------------
@@ -448,6 +450,8 @@ class EngineClient:
                 self._resubmit(stream)
         elif _is_leaving(message) and stream.request is not None:
             stream.awaits_engine = True  # as what this one leaves unfinished does
+            if stream.is_to_end:
+                stream.end_aborted()
         elif not stream.feed(message):  # tokens are missing before this message
             self._send(stream.catch_up())
 

@@ -595,6 +595,28 @@ def test_draining_finishes_what_runs_and_leaves_what_comes_to_the_next_engine(
     serve(engine, work)
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_an_engine_on_its_way_out_did_not_take_ends_when_it_is_to(
+    tmp_path: Path, is_refused: bool
+) -> None:
+    """At once, not when the drain is over: no engine has it, so there is nobody to be asked."""
+    engine = LiveEngine(str(tmp_path), make_runner())
+
+    async def work(client: EngineClient) -> None:
+        await client.stats()
+        engine.server._desk.drain()
+        late = asyncio.create_task(run(client, make_request("late", prompt_of(2, 4), 4)))
+        while "late" not in client._streams or is_refused > client._streams["late"].awaits_engine:
+            await asyncio.sleep(0)
+        await client.abort("late")
+        answer = await asyncio.wait_for(late, 20)
+        assert answer.finished is not None and answer.ids == []
+        assert answer.finished.reason is api.FinishReason.ABORTED
+        assert (await client.stats())["requests_live"] == 0, "the engine is still there"
+
+    serve(engine, work)
+
+
 def test_cache_questions_and_kv_events_tell_what_the_tree_holds(tmp_path: Path) -> None:
     async def work(client: EngineClient) -> None:
         events: list[api.KvEvent] = []
