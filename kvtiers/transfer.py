@@ -12,8 +12,8 @@ whose bytes are in doubt is not moved: its ack says so, and whoever wanted it co
 A load-back's pages are looked at one by one, each just before its copy is queued, and the next
 batch is queued before the one before it has arrived: a link has its next copy in time.
 
-Does not know: why a page moves, requests, steps. Thread rule: `submit`, `take_acks`, `probe` and
-`close` belong to one thread; `wake` is called on any.
+Does not know: why a page moves, requests, steps. Thread rule: `submit`, `load_layers`, `take_acks`,
+`probe` and `close` belong to one thread; `wake` is called on any.
 """
 
 from __future__ import annotations
@@ -215,6 +215,11 @@ class TransferEngine:
         deadline_s = time.monotonic() + timeout_s
         queues = (self._copies, self._reads, self._writes)
         return all(queue.wait_empty(deadline_s) for queue in queues)
+
+    def wait_copied(self, timeout_s: float) -> bool:
+        """Wait until every move between L1 and L2 is acked, whatever a store does; False: as
+        above."""
+        return self._copies.wait_empty(time.monotonic() + timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Drop what waits (each is acked as lost) and end the threads; one that hangs is left."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from engine import api
 from engine.client import EngineClient
 from engine.config import TiersConfig
 from engine.loop.server import EngineServer
+from engine.loop.tier_plane import Mover
 from engine.transport import pack_ids
 from kvtiers.device_memory import Body, DeviceMemory, Wait
 from kvtiers.host_pool import PoolShape
@@ -26,6 +27,7 @@ from kvtiers.layered_load import Fence, LayeredLoad
 from tests.engine.test_tiers import PAGE_SIZE, SCRIPT, VOCAB, ask, prompt_of, settled, want
 from tests.fakes.flight_watch import FlightWatch
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
+from tests.fakes.memory_store import MemoryStore
 from tests.fakes.scripted_runner import ScriptedLayout, ScriptedRunner
 
 NUM_LAYERS = 3
@@ -353,3 +355,60 @@ def test_an_engine_stops_while_pages_come(tmp_path: Path) -> None:
         reading.cancel()
 
     serve(case.engine, work)
+
+
+class HungStore(MemoryStore):
+    """Once it `hangs`, a put waits until it may answer."""
+
+    def __init__(self) -> None:
+        super().__init__(ScriptedLayout(PAGE_SIZE, NUM_LAYERS).fingerprint())
+        self.hangs = False
+        self.is_in = threading.Event()
+        self.may_answer = threading.Event()
+
+    def put(
+        self, keys: Sequence[str], blobs: Sequence[memoryview], parents: Sequence[str] | None = None
+    ) -> list[bool]:
+        if self.hangs:
+            self.is_in.set()
+            self.may_answer.wait(30)
+        return super().put(keys, blobs, parents)
+
+
+def test_what_runs_goes_down_before_an_engine_that_stops_waits_for_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that hangs may cost what it was to keep, not what L2 would have kept."""
+    monkeypatch.setattr("engine.loop.server.TIER_FLUSH_S", 60.0)  # nobody gives up meanwhile
+    store = HungStore()
+    case = Case(tmp_path, store=store)
+    may_end = threading.Event()
+    were_waiting: list[bool] = []
+
+    async def work(client: EngineClient) -> None:
+        await case.lower(client)
+        plane = case.engine.server._tiers._plane
+        assert plane is not None
+        finish = plane.finish
+
+        def watched(control: Mover, timeout_s: float) -> None:
+            were_waiting.append(not plane.transfers.wait_idle(0))
+            store.may_answer.set()
+            finish(control, timeout_s)
+
+        plane.finish = watched  # type: ignore[method-assign]
+        store.hangs = True
+        await run(client, make_request("other", prompt_of(9, 5), 1))
+        await until(store.is_in.is_set)
+        case.memory.at_the_end = lambda: may_end.wait(20) and None
+        num_before = case.runner.num_steps
+        reading = asyncio.create_task(Collected().read(client.generate(make_request("r", LATER))))
+        await until(lambda: case.runner.num_steps > num_before)
+        stopping = asyncio.create_task(asyncio.to_thread(case.engine.stop))
+        await asyncio.sleep(0.05)
+        may_end.set()
+        await stopping
+        reading.cancel()
+
+    serve(case.engine, work)
+    assert were_waiting == [True]

@@ -315,6 +315,24 @@ def test_a_slow_store_lets_ends_of_prefixes_go_and_nothing_waits_for_it(make: Ma
     assert list(store.objects) == [bench.pool.key(name_of(page)) for page in range(5)]
 
 
+def test_copies_can_be_waited_for_while_a_store_hangs(make: Make) -> None:
+    store = MemoryStore(LAYOUT)
+    bench = make(store)
+    bench.run(bench.move(MoveKind.WRITE_BACK, 0, 0, 0))
+    gate = threading.Event()
+    store.before_call = lambda: gate.wait(20) and None
+    bench.device.gate.clear()
+    bench.engine.submit([bench.move(MoveKind.STORE, 0, -1, 0)])
+    load = bench.move(MoveKind.LOAD_BACK, 0, 9, 0)
+    bench.engine.submit([load])
+    assert not bench.engine.wait_copied(0.0)
+    bench.device.gate.set()
+    assert bench.engine.wait_copied(10)
+    assert bench.acks(1) == {load.ticket: True} and not bench.engine.wait_idle(0.0)
+    gate.set()
+    assert bench.engine.wait_idle(10)
+
+
 @pytest.mark.parametrize("fault", ["refuses", "damaged"])
 def test_what_waits_behind_a_page_that_was_not_stored_gives_way(make: Make, fault: str) -> None:
     store = MemoryStore(LAYOUT)
