@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions, records and pending turns as bytes at rest (msgpack; token ids packed apart).
+"""Sessions, records and pending turns as bytes at rest (msgpack with sums; token ids packed apart).
 
 Does not know: tables or keys. A field that is added with a default reads back from old bytes; one
 that is renamed or removed needs a migration of the store's schema.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from sessions import token_codec
+from sessions import stored_sums, token_codec
 from sessions.errors import StoreCorrupt
 from sessions.session import Session
 from sessions.settings import SessionSettings
@@ -31,7 +31,10 @@ _NO_SETTINGS = SessionSettings()
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """`tokens`: packed ids of input and output together; `input_len` of them are the input's."""
+    """`tokens`: packed ids of input and output together; `input_len` of them are the input's.
+
+    The sum in `body` covers all three.
+    """
 
     tokens: bytes
     input_len: int
@@ -40,18 +43,19 @@ class StoredRecord:
 
 def encode_session(session: Session) -> bytes:
     """The session without its settings: those are large and change rarely."""
-    return _encoder.encode(replace(session, settings=_NO_SETTINGS))
+    return stored_sums.seal(_encoder.encode(replace(session, settings=_NO_SETTINGS)))
 
 
 def encode_settings(settings: SessionSettings) -> bytes:
-    return _encoder.encode(settings)
+    return stored_sums.seal(_encoder.encode(settings))
 
 
 def decode_session(body: bytes, settings: bytes) -> Session:
     """Raises `StoreCorrupt`."""
     try:
-        session = _session_decoder.decode(body)
-        return replace(session, settings=_settings_decoder.decode(settings))
+        session = _session_decoder.decode(stored_sums.unseal(body))
+        decoded = _settings_decoder.decode(stored_sums.unseal(settings))
+        return replace(session, settings=decoded)
     except msgspec.MsgspecError as error:
         raise StoreCorrupt(f"a stored session does not decode: {error}") from error
 
@@ -70,13 +74,15 @@ def decode_sessions(rows: Iterable[tuple[bytes, bytes]]) -> tuple[Session, ...]:
 def encode_record(record: Record) -> StoredRecord:
     body = _encoder.encode(replace(record, input_token_ids=b"", output_token_ids=b""))
     input_len = token_codec.count(record.input_token_ids)
-    return StoredRecord(token_codec.pack(record.token_ids), input_len, body)
+    tokens = token_codec.pack(record.token_ids)
+    return StoredRecord(tokens, input_len, stored_sums.seal(body, tokens, _number(input_len)))
 
 
 def decode_record(stored: StoredRecord) -> Record:
     """Raises `StoreCorrupt`."""
     try:
-        record = _record_decoder.decode(stored.body)
+        body = stored_sums.unseal(stored.body, stored.tokens, _number(stored.input_len))
+        record = _record_decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise StoreCorrupt(f"a stored record does not decode: {error}") from error
     token_ids = token_codec.unpack(stored.tokens)
@@ -87,12 +93,27 @@ def decode_record(stored: StoredRecord) -> Record:
 
 
 def encode_pending(turn: PendingTurn) -> bytes:
-    return _encoder.encode(turn)
+    return stored_sums.seal(_encoder.encode(turn))
 
 
 def decode_pending(body: bytes) -> PendingTurn:
     """Raises `StoreCorrupt`."""
     try:
-        return _pending_decoder.decode(body)
+        return _pending_decoder.decode(stored_sums.unseal(body))
     except msgspec.MsgspecError as error:
         raise StoreCorrupt(f"a stored pending turn does not decode: {error}") from error
+
+
+def decode_pendings(bodies: Iterable[bytes]) -> tuple[PendingTurn, ...]:
+    """Those that decode: one damaged turn must not keep a process from taking up the others."""
+    turns = []
+    for body in bodies:
+        try:
+            turns.append(decode_pending(body))
+        except StoreCorrupt as error:
+            logger.error("left out of the turns to take up: %s", error)
+    return tuple(turns)
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(8, "little", signed=True)

@@ -47,7 +47,7 @@ from sessions.session import Session
 from sessions.store import check_records
 from sessions.turn_log import LogSpan, PendingTurn, Record
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2  # 2: bytes with sums (sessions.stored_sums)
 OPEN_END: Final = -1
 
 TRANSACT: Final = """

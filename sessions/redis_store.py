@@ -261,7 +261,7 @@ class RedisSessionStore:
         for member in session_ids:
             pipeline.hvals(self._key(name, str(member)))
         bodies = [body for values in await self._call(pipeline.execute()) for body in values]
-        decoded = map(codec.decode_pending, bodies)
+        decoded = codec.decode_pendings(bodies)
         turns = (turn for turn in decoded if owner is None or turn.owner == owner)
         return tuple(sorted(turns, key=lambda turn: turn.id))
 

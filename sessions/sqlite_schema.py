@@ -89,6 +89,8 @@ MIGRATIONS: Final[Migrations] = (
                 turn_id TEXT PRIMARY KEY, asked_at_ms INTEGER NOT NULL) WITHOUT ROWID""",
         ),
     ),
+    # New bytes have sums (sessions.stored_sums), which an older Moorage cannot read; old ones stay.
+    ("stored bytes with sums", ()),
 )
 SCHEMA_VERSION: Final = len(MIGRATIONS)
 

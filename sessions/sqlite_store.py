@@ -225,7 +225,7 @@ class SqliteSessionStore:
         rows = await self._db.read(
             lambda db: db.execute("SELECT body FROM pending_turns ORDER BY turn_id").fetchall()
         )
-        turns = (codec.decode_pending(body) for (body,) in rows)
+        turns = codec.decode_pendings(body for (body,) in rows)
         return tuple(turn for turn in turns if owner is None or turn.owner == owner)
 
     # -- turns that wait, owners
@@ -244,7 +244,7 @@ class SqliteSessionStore:
                 (session_id,),
             ).fetchall()
         )
-        turns = (codec.decode_pending(body) for (body,) in rows)
+        turns = codec.decode_pendings(body for (body,) in rows)
         return tuple(turn for turn in turns if owner is None or turn.owner == owner)
 
     async def end_queued(self, session_id: str, record: Record) -> bool:

@@ -291,7 +291,7 @@ def test_damaged_bytes_are_said_and_not_served(path: Path, harness: StoreHarness
     connection.commit()
     connection.close()
     other = harness.another()
-    with pytest.raises(StoreCorrupt, match="record does not decode"):
+    with pytest.raises(StoreCorrupt, match="not as they were written"):
         harness.run(other.read_log(session))
     connection = sqlite3.connect(path)
     connection.execute("DELETE FROM log_records WHERE record_id = ?", (record.id,))
