@@ -83,8 +83,6 @@ class TurnEnding:
         record = turn_record.broken_off(run, self._clock_ms())
         try:
             await self._store_record(run.pending.session_id, record)
-        except SessionNotFound:
-            pass  # it was deleted, and the turn with it
         except SessionError as problem:
             self._owe(run.pending.session_id, record, problem)
         self._tell(run, record, turn_view.turn_wire(run.pending.session_id, record))
@@ -94,8 +92,6 @@ class TurnEnding:
         record = turn_record.abandoned(pending, error, self._clock_ms())
         try:
             await self._store_record(pending.session_id, record)
-        except SessionNotFound:
-            pass
         except SessionError as problem:
             self._owe(pending.session_id, record, problem)
 
@@ -114,7 +110,12 @@ class TurnEnding:
             await asyncio.gather(self._retrying, return_exceptions=True)
 
     def _owe(self, session_id: str, record: Record, problem: SessionError) -> None:
-        """Keep an end that the store would not take, and offer it again and again."""
+        """Keep an end that the store would not take, and offer it again and again.
+
+        A session that was deleted is owed nothing.
+        """
+        if isinstance(problem, SessionNotFound):
+            return
         logger.error("turn left pending in the store: %s", problem, extra={"turn_id": record.id})
         self._owed[record.id] = (session_id, record)
         if self._retrying is None or self._retrying.done():

@@ -76,6 +76,23 @@ def test_whoever_asks_for_the_end_gets_it_at_once_or_hears_why_not(tmp_path: Pat
     asyncio.run(scenario())
 
 
+def test_a_session_that_was_deleted_is_owed_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = SqliteSessionStore(SessionsConfig(sqlite_path=str(tmp_path / "store.sqlite")))
+        await store.open()
+        session = await store.create(*fresh_session())
+        turn = pending(session)
+        await store.begin_turn(session.begin_turn(turn, NOW_MS), turn)
+        assert await store.delete(session.id)
+        ending = TurnEnding(store, Metrics(), lambda: NOW_MS)
+        await ending.abandon(turn, ApiError("internal_error", "x"))
+        assert not ending.owes(turn.id)
+        await ending.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
 class StubbornStore(SqliteSessionStore):
     """A store that takes no end of a turn for as long as it is told."""
 
