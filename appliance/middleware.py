@@ -22,8 +22,8 @@ from appliance.body_encoding import BodyDecoder, NotCompressedError, decoder_for
 from appliance.errors import STATUS_BY_CODE, ApiError, error_body_for, is_anthropic
 from appliance.metrics import Metrics
 
-# Keys in the ASGI scope: when the request's head was read; a tuple of the body's value, if known.
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+# Keys in the ASGI scope: when the request's head was read; a tuple of the body's value, if known.
 RECEIVED_S = "moorage.received_s"
 PARSED_BODY = "moorage.parsed_body"
 # JSON text up to what may not be stored: half of a surrogate pair, an integer of 19 digits or more.

@@ -74,9 +74,9 @@ def conclude(run: TurnRun, now_ms: int) -> Record:
     outcome = outcome_of(run)
     run.note_end()
     is_cut = outcome.status != COMPLETED or outcome.stop_reason == "stop_sequence"
-    run.emit(run.response.take(run.answer.finish(is_cut=is_cut)))
+    last = run.response.take(run.answer.finish(is_cut=is_cut))
     is_partial = outcome.status in (INCOMPLETE, CANCELLED)
-    run.emit(run.response.finish("incomplete" if is_partial else "completed"))
+    run.emit([*last, *run.response.finish("incomplete" if is_partial else "completed")])
     if outcome.stop_reason == "end_turn":  # the last call may have come with the last bytes
         outcome = outcome_of(run)
     kept = run.answer.kept(text_only=outcome.is_stopped)

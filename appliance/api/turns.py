@@ -22,6 +22,7 @@ from appliance.api.context import (
     known_query_only,
     or_client_gone,
 )
+from appliance.api.json_body import JsonRoute
 from appliance.api.sse import cursor_of, event_stream
 from appliance.api.wire_sessions import TurnCreate
 from appliance.errors import STATUS_BY_CODE, ApiError, known_code
@@ -35,6 +36,7 @@ router = APIRouter(
     prefix="/v1/sessions/{session_id}/turns",
     tags=["turns"],
     dependencies=[Depends(known_query_only)],
+    route_class=JsonRoute,
 )
 
 MAX_KEY_LEN = 255
