@@ -130,8 +130,8 @@ class EngineConfig:
     """Prompt and output of one request; 0: what the model was trained for; tokens."""
     eager: bool = False
     """Run without captured graphs."""
-    prefill_graphs: bool = False
-    """Capture what layers of a step of up to 1024 tokens do beside attention, too (on a GPU)."""
+    prefill_graphs: bool = True
+    """Capture what layers of a step of up to 4096 tokens do beside attention, too (on a GPU)."""
     deterministic: bool = False
     """Same tokens whatever the batch, chunking or cache state; slower."""
     kernels: str = ""

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.gpu.shapes import SHAPES, write_shape
 from benchmarks.gpu.stub_device import META, CountTorch, Launches, quick_products, stub_device
-from engine.execution.prefill_pieces import PIECE_TOKENS
+from engine.execution.prefill_pieces import piece_sizes
 from engine.models.deepseek import DeepseekForCausalLM
 from engine.models.deepseek_config import deepseek_config_from_hf
 from engine.models.model import LoadOptions, StepRows
@@ -32,6 +32,7 @@ from engine.weights.reader import CheckingReader, RandomWeights
 from kernels.reference.quant import W4Weight
 
 PAGE = 64
+MOST_TOKENS = 4096
 NUM_PAGES = 4096
 MAX_SLOTS = 16
 
@@ -105,7 +106,8 @@ class HostStep:
         self._model = load_model(shape, num_layers)
         self._pieces = pieces
         if pieces:
-            self._model.prepare_pieces(PIECE_TOKENS[-1])
+            self._sizes = piece_sizes(MOST_TOKENS)
+            self._model.prepare_pieces(self._sizes[-1])
         layout = self._model.kv_layout(PAGE, "fp8" if kv == "fp8" else "bfloat16")
         self._pool = torch.empty(
             layout.pool_shape(NUM_PAGES),
@@ -118,7 +120,7 @@ class HostStep:
         num_rows = rows.row_slots.shape[0]
         sampled = torch.empty(num_rows, dtype=torch.int32, device=META)
         if self._pieces:
-            size = next(size for size in PIECE_TOKENS if size >= ids.shape[0])
+            size = next(size for size in self._sizes if size >= ids.shape[0])
             self._model.forward_in_pieces(ids, rows, self._pool, sampled, size, self._replay)
         else:
             self._model.forward(ids, rows, self._pool, sampled)

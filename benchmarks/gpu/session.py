@@ -7,7 +7,7 @@
 Each part is a process of its own with a time limit of its own; one that fails or hangs costs the
 others nothing. Everything a part prints goes to DIR/NAME.log, its JSON lines to DIR/results.jsonl
 with the part's name and the source that ran, and one line a part says how it ended. `first` to
-`fifth` take at most ten minutes each. What a new kernel needs to become the default: its tests
+`fifth` take ten minutes each at most. What a new kernel needs to become the default: its tests
 pass, and its figures beat those of the one before it in the same run (the pairs of `kernels`
 settings below).
 """
@@ -47,9 +47,8 @@ TINY_SERVER = (
 )
 PREFILL = "-m benchmarks.gpu.steps --only prefill"
 TINY_PREFILL = f"{TINY_STEPS} --only prefill"
-PIECES = "--prefill-graphs"
-SERVED_PIECES = "--set engine.prefill_graphs=true"
-PLANES = "mla_prefill_planes=gluon_hopper"
+COLD = "-m benchmarks.gpu.steps --only cold"
+LAUNCHES = "--no-prefill-graphs"
 SUMS = "moe_w4=triton_combined"
 # Where a prefill's cost to streams shows: turns that come apart, over HTTP.
 TURNS = "-m benchmarks.gpu.engine --cases 1x65536x4,8x32768x5 --trace"
@@ -159,44 +158,37 @@ PARTS = (
     Part(
         name="prefill_tests",
         half="fourth",
-        limit_s=150,
+        limit_s=330,
         command=f"-m pytest {TESTS} {PREFILL_TESTS}",
         dry=f"-m pytest {TESTS} {PREFILL_TESTS}",
     ),
     Part(
         name="prefill_bf16",
         half="fourth",
-        limit_s=60,
+        limit_s=90,
         command=f"{PREFILL} --kv-dtype bf16",
         dry=TINY_PREFILL,
     ),
     Part(
-        name="prefill_bf16_pieces",
-        half="fourth",
-        limit_s=80,
-        command=f"{PREFILL} --kv-dtype bf16 {PIECES}",
-        dry=f"{TINY_PREFILL} {PIECES}",
-    ),
-    Part(
         name="prefill_fp8",
         half="fourth",
-        limit_s=60,
+        limit_s=90,
         command=f"{PREFILL} --kv-dtype fp8",
         dry=TINY_PREFILL,
     ),
     Part(
-        name="prefill_fp8_trial",
+        name="prefill_bf16_launches",
         half="fourth",
-        limit_s=80,
-        command=f"{PREFILL} --kv-dtype fp8 {PIECES} --kernels {PLANES}",
-        dry=f"{TINY_PREFILL} {PIECES} --kernels mla_prefill_planes=reference",
+        limit_s=90,
+        command=f"{PREFILL} --kv-dtype bf16 {LAUNCHES}",
+        dry=f"{TINY_PREFILL} {LAUNCHES}",
     ),
     Part(
-        name="steps_fp8_sums",
+        name="cold_bf16",
         half="fourth",
-        limit_s=80,
-        command=f"{STEPS} --kv-dtype fp8 --kernels {SUMS}",
-        dry=f"{TINY_STEPS} --only decode --kernels moe_w4=reference",
+        limit_s=90,
+        command=f"{COLD} --kv-dtype bf16",
+        dry=f"{TINY_STEPS} --only cold",
     ),
     Part(
         name="turns_bf16",
@@ -206,18 +198,32 @@ PARTS = (
         dry=TINY_TURNS,
     ),
     Part(
-        name="turns_fp8_trial",
+        name="turns_fp8",
         half="fifth",
         limit_s=150,
-        command=f"{TURNS} --kv fp8 {SERVED_PIECES} --set engine.kernels={PLANES},{SUMS}",
-        dry=f"{TINY_TURNS} {SERVED_PIECES}",
+        command=f"{TURNS} --kv fp8",
+        dry=TINY_TURNS,
     ),
     Part(
-        name="turns_bf16_pieces",
+        name="turns_session",
         half="fifth",
         limit_s=150,
-        command=f"{TURNS} {SERVED_PIECES}",
-        dry=f"{TINY_TURNS} {SERVED_PIECES}",
+        command=f"{TURNS} --api session",
+        dry=f"{TINY_TURNS} --api session",
+    ),
+    Part(
+        name="steps_fp8_again",
+        half="sums",
+        limit_s=80,
+        command=f"{STEPS} --kv-dtype fp8",
+        dry=f"{TINY_STEPS} --only decode",
+    ),
+    Part(
+        name="steps_fp8_sums",
+        half="sums",
+        limit_s=80,
+        command=f"{STEPS} --kv-dtype fp8 --kernels {SUMS}",
+        dry=f"{TINY_STEPS} --only decode --kernels moe_w4=reference",
     ),
     Part(
         name="all_tests",

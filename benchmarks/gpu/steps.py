@@ -236,7 +236,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--weights", default="nvfp4")
     parser.add_argument("--kv-dtype", default="auto", choices=("auto", "bf16", "fp8"))
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--prefill-graphs", action="store_true", help="as engine.prefill_graphs")
+    parser.add_argument(
+        "--prefill-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="as engine.prefill_graphs",
+    )
     parser.add_argument("--kernels", default="", help="as engine.kernels")
     parser.add_argument("--max-slots", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)

@@ -22,6 +22,7 @@ from engine.execution.memory import free_device_bytes, free_host_bytes
 from engine.execution.model_loading import LoadedModel, has_compiled_decoder, load_model
 from engine.models.model import DraftingModel, PagedModel, StepRows
 from kernels.errors import KernelInputError, NoKernelFoundError
+from kernels.late_compiles import report_late_compiles
 from kernels.ops.page_copy import copy_pages
 from kernels.selection import set_override
 from kvtiers.config import DevicePoolConfig
@@ -165,6 +166,8 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRu
     build = _host_runner if loaded.device.type == "cpu" else _device_runner
     runner = build(config, loaded, layout)
     runner.warm_up()
+    if loaded.device.type == "cuda":
+        report_late_compiles()
     logger.info(
         "model ready: %s device=%s dtype=%s weights=%s kv_pages=%d page_size=%d load_s=%.2f",
         loaded.source_name,

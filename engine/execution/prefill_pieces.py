@@ -19,14 +19,20 @@ import torch
 from engine.execution.graphs import GraphSet
 from engine.models.model import PiecewiseModel, StepRows
 
-# A larger step is bound by the device whatever the host does.
-PIECE_TOKENS = tuple(range(128, 1025, 128))
+# (up to so many tokens, padded to a multiple of). A larger step is bound by the device whatever the
+# host does.
+PADDING = ((1024, 128), (2048, 256), (4096, 512))
 
 
 def piece_sizes(max_tokens: int) -> list[int]:
-    """Padded sizes for steps of up to `max_tokens`, ascending."""
-    step = PIECE_TOKENS[0]
-    return [size for size in PIECE_TOKENS if size - step < max_tokens]
+    """Padded sizes for steps of up to `max_tokens`, ascending. A step as large as it may be has a
+    size of its own: it is what long prompts are computed in."""
+    sizes: list[int] = []
+    for most, multiple in PADDING:
+        first = sizes[-1] if sizes else 0
+        sizes += range(first + multiple, most + 1, multiple)
+    fitting = [size for size in sizes if size < max_tokens]
+    return [*fitting, max_tokens] if max_tokens <= sizes[-1] else fitting
 
 
 class PrefillPieces:

@@ -293,7 +293,7 @@ def prefill_portable(
 @register_kernel(
     "mla_prefill_planes",
     "gluon_hopper",
-    priority=Priority.TRIAL,
+    priority=Priority.SPECIALIZED,
     device="cuda",
     min_sm=(9, 0),
     formats={"q": {"bf16"}, "kv": {"fp8_planes"}},

@@ -112,12 +112,14 @@ def test_padding_writes_to_no_page_at_all(tmp_path: Path) -> None:
     assert touched == sorted(row.pages[:2])
 
 
-def test_sizes_are_eighths_of_a_thousand_and_hold_the_largest_step() -> None:
-    assert piece_sizes(64) == [128]
-    assert piece_sizes(128) == [128]
-    assert piece_sizes(129) == [128, 256]
-    assert piece_sizes(800) == [128, 256, 384, 512, 640, 768, 896]
-    assert piece_sizes(4096) == [128, 256, 384, 512, 640, 768, 896, 1024]
+def test_a_step_is_padded_by_little_and_the_largest_not_at_all() -> None:
+    assert piece_sizes(64) == [64]
+    assert piece_sizes(129) == [128, 129]
+    assert piece_sizes(800) == [128, 256, 384, 512, 640, 768, 800]
+    small = [128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+    assert piece_sizes(4096) == [*small, 2560, 3072, 3584, 4096]
+    assert piece_sizes(4000) == [*small, 2560, 3072, 3584, 4000]
+    assert piece_sizes(8192) == piece_sizes(4096)  # larger steps are not for pieces
 
 
 def test_each_piece_is_captured_once_a_size_and_a_step_replays_those_of_its_size(
