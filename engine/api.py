@@ -235,7 +235,8 @@ class CacheHit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, tag="started", kw_only=True):
-    """The request was admitted; `cache` says what its prefix cost."""
+    """The request was admitted; `cache` says what its prefix cost, pages that a step reads as they
+    come included, once they are known to be good."""
 
     request_id: str
     cache: CacheHit

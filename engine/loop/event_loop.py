@@ -174,6 +174,7 @@ class EngineLoop:
         rows = model_rows(plan, granted)
         behind = self._speculation.known_behind(plan, requests, granted)
         loads = self._control.loads_of(plan)
+        self._desk.tell_starts(requests, loads, plan.row_starts.tolist())
         layers = list({id(load): load.layers for load in loads if load is not None}.values())
         forward, page_deltas = self._builder.build(plan, rows, behind, layers)
         drafts = [ids.tolist() for ids in granted] if granted is not None else [[]] * len(requests)
@@ -233,6 +234,7 @@ class EngineLoop:
         step = self._in_flight.popleft()
         assert step.step_id == result.step_id
         committed = commit(step, result)
+        self._desk.tell_starts(step.requests, step.loads, step.num_done.tolist())
         if self._in_flight:
             self._open_masks(self._in_flight[0])
         for request, message in committed.messages:

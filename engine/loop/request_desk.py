@@ -6,7 +6,9 @@ Does not know: plans, the executor, other kinds of messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import msgspec
 
 from _scheduler import Abort, Admission, Ended
 from engine import api
@@ -21,6 +23,7 @@ from engine.loop.grammar_desk import GrammarDesk
 from engine.loop.intake import Intake, ModelLimits
 from engine.loop.outbox import Outbox
 from engine.loop.requests import Outcome, Request, RequestTable
+from engine.loop.step_loads import StepLoad
 
 
 class RequestDesk:
@@ -51,6 +54,8 @@ class RequestDesk:
             keep_bytes=config.scheduler.keep_outputs_bytes,
         )
         self._is_draining = False
+        # What a prompt found, until it is known whether all of it came whole.
+        self._untold: dict[Request, api.Started] = {}
 
     @property
     def num_live(self) -> int:
@@ -127,7 +132,10 @@ class RequestDesk:
             self._outbox.reply(peer, request.finished)
 
     def admit(self, admission: Admission) -> Request:
-        """The scheduler gave a request a slot: prepare its sampling, tell its readers."""
+        """The scheduler gave a request a slot: prepare its sampling, note what its prompt found.
+
+        Its readers are told by `tell_starts`.
+        """
         request = self._table.live(admission.request_id)
         self.renew_row(request)
         if admission.readmitted:
@@ -139,11 +147,36 @@ class RequestDesk:
             l3=admission.cached_l3,
             to_compute=admission.prompt_len - cached,
         )
-        self._counters.note_admission(hit)
         queued_ms = float(self._now_ms() - request.received_ms)
-        request.started = api.Started(request_id=request.request_id, cache=hit, queued_ms=queued_ms)
-        self._outbox.publish(request, request.started)
+        self._untold[request] = api.Started(
+            request_id=request.request_id, cache=hit, queued_ms=queued_ms
+        )
         return request
+
+    def tell_starts(
+        self,
+        requests: Iterable[Request],
+        loads: Iterable[StepLoad | None],
+        nums_there: Iterable[int],
+    ) -> None:
+        """Tell readers what prompts found, of the rows of a step whose loads are over and good.
+
+        Args:
+            nums_there: tokens of each row's sequence whose KV is in place. What was found behind
+                them came back damaged, and is computed.
+        """
+        if not self._untold:
+            return
+        for request, load, num_there in zip(requests, loads, nums_there, strict=True):
+            if load is not None and (load.is_bad or not load.is_over):
+                continue
+            started = self._untold.pop(request, None)
+            if started is None:
+                continue
+            hit = _first_of(started.cache, num_there)
+            self._counters.note_admission(hit)
+            request.started = msgspec.structs.replace(started, cache=hit)
+            self._outbox.publish(request, request.started)
 
     def renew_row(self, request: Request) -> None:
         """Parameters of a running request, made of the output it has now."""
@@ -219,6 +252,7 @@ class RequestDesk:
     def _finish(self, request: Request, num_cached_tokens: int, page_hashes: bytes) -> None:
         outcome = request.outcome
         assert outcome is not None
+        self._untold.pop(request, None)
         request.finished = api.Finished(
             request_id=request.request_id,
             reason=outcome.reason,
@@ -233,6 +267,15 @@ class RequestDesk:
         self._outbox.publish(request, request.finished)
         request.subscribers.clear()
         self._table.end(request, self._now_ms())
+
+
+def _first_of(hit: api.CacheHit, num_tokens: int) -> api.CacheHit:
+    """What of it lies in the first tokens: those of L1 come before those of L2, then L3's."""
+    l1 = min(hit.l1, num_tokens)
+    l2 = min(hit.l2, num_tokens - l1)
+    l3 = min(hit.l3, num_tokens - l1 - l2)
+    total = hit.l1 + hit.l2 + hit.l3 + hit.to_compute
+    return api.CacheHit(l1=l1, l2=l2, l3=l3, to_compute=total - l1 - l2 - l3)
 
 
 def _grammar_failure(error: GrammarError) -> Outcome:

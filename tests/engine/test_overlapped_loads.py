@@ -187,9 +187,13 @@ def test_no_token_is_told_before_what_it_was_computed_from_is_known_to_be_good(
         await until(lambda: case.runner.num_steps == num_before + 2)
         await asyncio.sleep(0.05)
         assert case.runner.num_steps == num_before + 2 and got.ids == []
+        assert got.started is None, "nor what of the prompt was found"
         may_end.set()
         await reading
         assert got.ids == want(LATER, 6)
+        assert got.started is not None
+        hit = got.started.cache
+        assert (hit.l1, hit.l2, hit.to_compute) == ((0, 0, 36) if is_lost else (0, 32, 4))
         stats = await settled(client)
         assert stats["load_back_lost"] == (8 if is_lost else 0)
         assert stats["steps_failed"] == stats["retractions"] == 0
@@ -207,9 +211,12 @@ def test_a_page_damaged_in_l2_is_computed_anew_and_those_before_it_are_not(
         await case.lower(client)
         before = await client.stats()
         case.damage(page)
-        await ask(client, "later", LATER, 6)
+        hit = await ask(client, "later", LATER, 6)
+        num_there = PAGE_SIZE * page
+        assert (hit.l1, hit.l2, hit.to_compute) == (0, num_there, len(LATER) - num_there)
         stats = await settled(client)
         assert stats["load_back_lost"] == 1
+        assert stats["admitted_cached_tokens"] - before["admitted_cached_tokens"] == num_there
         # Once for nothing, then from the bad page on; and five tokens more.
         num_tokens = 4 + len(LATER) - PAGE_SIZE * page + 5
         assert num_tokens <= stats["step_tokens"] - before["step_tokens"] <= num_tokens + 1
