@@ -142,7 +142,7 @@ def test_each_piece_is_captured_once_a_size_and_a_step_replays_those_of_its_size
     num_pieces = runner.step_launcher()._model.num_layers + 1
     numbers = range(num_pieces)
     pieces = [key for key in captured if key[0] == "piece"]
-    assert pieces == [("piece", size, number) for size in (384, 256, 128) for number in numbers]
+    assert pieces == [("piece", size, number) for size in (300, 256, 128) for number in numbers]
     replayed.clear()
     driver = PagedDriver(runner)
     driver.step([(driver.open(0), _ids(129, 1))])

@@ -66,8 +66,10 @@ def test_decode_rows_beside_a_prefill_add_their_own_launches_alone() -> None:
     assert _launches("--decodes", "7") == {**PREFILL, **DECODE_ROWS}
 
 
-def test_fp8_pages_are_decoded_by_one_launch_a_layer() -> None:
-    assert _launches("--kv", "fp8") == {**PREFILL, "mla_expand_pages_kernel": 1}
+def test_fp8_pages_are_decoded_where_they_are_gathered() -> None:
+    gathers = {"gather_latents_kernel": 0, "gather_planes_kernel": 1}
+    wanted = {name: num for name, num in {**PREFILL, **gathers}.items() if num}
+    assert _launches("--kv", "fp8") == wanted
 
 
 def test_in_captured_pieces_a_layer_launches_its_attention_and_one_graph() -> None:
