@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -16,19 +18,23 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class EngineProcess:
     """`python -m engine.process` with a configuration; a context manager.
 
-    l2_fd: shared memory that outlives it.
+    l2_fd: shared memory that outlives it. module: what is run instead.
     """
 
-    def __init__(self, config: EngineConfig, l2_fd: int | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, l2_fd: int | None = None, module: str = "engine.process"
+    ) -> None:
         self.config = config
+        self.module = module
         self.l2_fd = l2_fd
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> EngineProcess:
+    def start(self, env: Mapping[str, str] | None = None) -> EngineProcess:
         keeper = ["--l2-fd", str(self.l2_fd)] if self.l2_fd is not None else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "engine.process", "--config-json", "-", *keeper],
+            [sys.executable, "-m", self.module, "--config-json", "-", *keeper],
             cwd=REPOSITORY,
+            env=os.environ | (env or {}),
             pass_fds=() if self.l2_fd is None else (self.l2_fd,),
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -37,6 +43,10 @@ class EngineProcess:
         self.process.stdin.write(self.config.to_json())
         self.process.stdin.close()
         return self
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
 
     def kill(self) -> None:
         """As a crash: nothing is said to anybody."""
