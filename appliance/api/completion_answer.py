@@ -49,7 +49,7 @@ class CompletionAnswer:
                     has_begun = True
                     for each in self._choices:
                         yield self._chunk([each.echo()])
-                if step.token_ids or _text_of(step):
+                if step.token_ids or _text_of(step) or choice.owes_prompt_ids:
                     yield self._chunk([choice.part(step)])
                 if step.is_last:
                     yield self._chunk([choice.end()])
@@ -99,7 +99,9 @@ class _Choice:
         self._text_len = 0
         self._texts: list[str] = [self._prompt_text()] if body.echo else []
         self._logprobs: list[api.TokenLogprobs] = []
-        self._has_prompt_ids = not body.return_token_ids
+        # A context of ids takes milliseconds to write and to read: it goes out once the engine has
+        # begun, while it computes the prompt.
+        self.owes_prompt_ids = body.return_token_ids
 
     # Whole --------------------------------------------------------------------------------
 
@@ -139,8 +141,8 @@ class _Choice:
         }
         if self._body.return_token_ids:
             choice["token_ids"] = step.token_ids
-        if not self._has_prompt_ids:
-            self._has_prompt_ids = True
+        if self.owes_prompt_ids:
+            self.owes_prompt_ids = False
             choice["prompt_token_ids"] = decode_ids(self._run.request.token_ids)
         return choice
 

@@ -266,6 +266,23 @@ def test_a_completion_continues_text_or_ids(app: RunningApp, client: Any) -> Non
     assert decode_ids(app.engine.requests[-1].token_ids) == ids
 
 
+def test_a_streams_prompt_ids_do_not_wait_for_its_first_token(app: RunningApp, client: Any) -> None:
+    """A context of ids takes longer to write and to read than the first token may."""
+    app.engine.script = says("x")
+    app.engine.pause()
+    stream = client.completions.create(
+        model="default", prompt=[7, 8], stream=True, extra_body={"return_token_ids": True}
+    )
+    chunks = iter(stream)
+    first = next(chunks).choices[0]
+    assert (first.text, first.finish_reason, first.token_ids) == ("", None, [])
+    assert first.prompt_token_ids == [7, 8]
+    app.engine.resume()
+    rest = [chunk.choices[0] for chunk in chunks]
+    assert "".join(choice.text for choice in rest) == "x"
+    assert all("prompt_token_ids" not in choice.model_extra for choice in rest)
+
+
 def test_load_clients_fields_reach_the_engine_and_their_stream_carries_ids_and_usage(
     app: RunningApp, client: Any
 ) -> None:
