@@ -72,18 +72,21 @@ def load_model(shape: str, num_layers: int) -> DeepseekForCausalLM:
 
 
 def prefill_rows(lens: list[tuple[int, int]], num_decodes: int) -> StepRows:
-    """Rows (cached, new), then rows of one token."""
+    """Rows (cached, new), then rows of one token; on the device parts of one upload."""
     every = [*lens, *((100, 1) for _ in range(num_decodes))]
-    num_tokens, num_prefill = sum(new for _, new in every), len(lens)
+    num_tokens, num_rows, num_prefill = sum(new for _, new in every), len(every), len(lens)
     indptr = torch.tensor([0, *(new for _, new in every)]).cumsum(0).to(torch.int32)
     ends = torch.tensor([past + new for past, new in every], dtype=torch.int32)
-    slots = torch.arange(len(every), dtype=torch.int32)
+    slots = torch.arange(num_rows, dtype=torch.int32)
+    sizes = [num_tokens, num_tokens, num_rows + 1, num_rows, num_rows]
+    packed = torch.empty(num_tokens + sum(sizes), dtype=torch.int32, device=META)
+    positions, mapping, row_indptr, row_slots, seq_lens = packed[num_tokens:].split(sizes)
     return StepRows(
-        positions=torch.empty(num_tokens, dtype=torch.int32, device=META),
-        slot_mapping=torch.empty(num_tokens, dtype=torch.int32, device=META),
-        row_indptr=indptr.to(META),
-        row_slots=slots.to(META),
-        seq_lens=ends.to(META),
+        positions=positions,
+        slot_mapping=mapping,
+        row_indptr=row_indptr,
+        row_slots=row_slots,
+        seq_lens=seq_lens,
         page_table=torch.empty(MAX_SLOTS + 1, 2048, dtype=torch.int32, device=META),
         page_size=PAGE,
         num_prefill_rows=num_prefill,

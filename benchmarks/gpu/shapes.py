@@ -59,7 +59,7 @@ TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "kv_lora_rank": 32,
-    "max_position_embeddings": 16384,
+    "max_position_embeddings": 131072,
     "moe_intermediate_size": 64,
     "n_routed_experts": 4,
     "n_shared_experts": 1,

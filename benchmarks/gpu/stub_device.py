@@ -43,6 +43,8 @@ class Launches:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        # By kernel, the forms that Triton would have compiled, each once.
+        self.forms: dict[str, set[str]] = {}
 
     def take(self) -> dict[str, int]:
         """What was launched since the last call."""
@@ -120,6 +122,14 @@ def stub_device() -> Iterator[Launches]:
     """
     launches = Launches()
     real = kernels.registry.KernelSpec.reason_against
+    address = torch.Tensor.data_ptr
+
+    def data_ptr(tensor: torch.Tensor) -> int:
+        """Where a view begins in what it is of: compiled forms know which addresses 16 divides."""
+        if tensor.device != META:
+            return address(tensor)
+        return tensor.storage_offset() * tensor.element_size()
+
     forms: dict[Any, _Form] = {}
 
     def reason_against(spec: Any, signature: CallSignature, capability: Capability) -> str | None:
@@ -131,6 +141,7 @@ def stub_device() -> Iterator[Launches]:
         _, facts, chosen = analyse(*args, debug=False, **options)
         keys.setdefault((tuple(facts), str(chosen)), None)
         name = jitted.fn.__name__
+        launches.forms.setdefault(name, set()).add(f"{facts} {chosen}")
         launches.counts[f"analysed.{name}"] += 1
         form = forms.setdefault(name, _Form(name, launches))
         form[grid](*args)
@@ -142,6 +153,7 @@ def stub_device() -> Iterator[Launches]:
         enter(mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)))
         enter(mock.patch.object(torch.cuda, "get_device_properties", lambda *_: _PROPERTIES))
         enter(mock.patch.object(triton.JITFunction, "run", run))
+        enter(mock.patch.object(torch.Tensor, "data_ptr", data_ptr))
         triton.runtime.driver.set_active(_Driver())
         importlib.import_module("kernels.triton")  # registers them, as a GPU would have it
         enter(torch.no_grad())

@@ -16,7 +16,7 @@ Does not know: the scheduler, requests, grammars beyond a bitmask. One worker th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -55,9 +55,12 @@ Later = Callable[[], Sampled | None]
 
 # Prefill kernels differ by how many tokens an expert gets, and by whether there is a prefix and it
 # is split; Triton compiles each once more for sizes that 16 divides. What is left out compiles in
-# somebody's first token, for seconds.
+# somebody's first token, for seconds (tests/kernels/test_compiled_forms.py).
 WARM_UP_TOKENS = (64, 160, 304, 1024)
 WARM_UP_PAST = (0, 4096, 65536)
+# Decode rows beside a prefill: their kernels differ for one row, for numbers that 16 divides, and
+# by how many parts the keys and values of a row are cut into.
+WARM_UP_ROWS = (2, 12, 16, 24, 32, 48, 50)
 # Columns of a decode buffer.
 IDS, POSITIONS, MAPPING, SLOTS, LENS, NUM_COLUMNS = range(6)
 
@@ -75,6 +78,19 @@ class DeviceLimits:
     eager: bool
     warms_prefill: bool = True  # with long prefixes, which kernels of fixed order take long for
     prefill_graphs: bool = False  # a step with prefill in pieces, if the model can
+
+
+def warm_up_steps(max_tokens: int, longest: int, max_slots: int) -> Iterator[tuple[int, int, int]]:
+    """Steps of one prefill row that together need every form of a kernel: (its tokens, those
+    cached before them, decode rows beside it)."""
+    most = min(max_tokens - 1, longest)
+    sizes = [size for size in sorted({min(size, most) for size in WARM_UP_TOKENS}) if size >= 2]
+    for num in sizes:
+        for past in sorted({min(past, longest - num) for past in WARM_UP_PAST}):
+            yield from ((num, past, 0), (num, past, 1), (num - 1, past, 1))
+    for num in sizes[:1]:
+        fitting = (rows for rows in WARM_UP_ROWS if rows < max_slots and num + rows <= max_tokens)
+        yield from ((num, 0, rows) for rows in fitting)
 
 
 def buckets_up_to(max_rows: int) -> list[int]:
@@ -448,14 +464,11 @@ class DeviceLauncher:
 
     def _warm_up_prefill(self) -> None:
         """Steps with a prefill row on the sentinels, of each kind for which kernels differ."""
-        longest = self._longest
-        most = min(self._limits.max_tokens - 1, longest)
-        for num in sorted({min(size, most) for size in WARM_UP_TOKENS}):
-            for past in sorted({min(past, longest - num) for past in WARM_UP_PAST}):
-                if num >= 2:
-                    self._warm_up_step(num, past, num_decodes=0)
-                    self._warm_up_step(num, past, num_decodes=1)
-                    self._warm_up_step(num - 1, past, num_decodes=1)
+        limits = self._limits
+        for num, past, num_decodes in warm_up_steps(
+            limits.max_tokens, self._longest, limits.max_slots
+        ):
+            self._warm_up_step(num, past, num_decodes=num_decodes)
 
     def _warm_up_step(self, num: int, past: int, *, num_decodes: int) -> None:
         """A prefill row of `num` tokens behind `past`, and so many decode rows."""
@@ -470,7 +483,7 @@ class DeviceLauncher:
                 input_ids=torch.zeros(num + num_decodes, dtype=torch.int32),
                 positions=torch.cat((past + where, decodes)),
                 slot_mapping=torch.cat((places, first + decodes)),
-                row_indptr=torch.tensor([0, num, num + 1][: rows + 1], dtype=torch.int32),
+                row_indptr=torch.tensor([0, *range(num, num + rows)], dtype=torch.int32),
                 row_slots=torch.full((rows,), self._sentinel, dtype=torch.int32),
                 seq_lens=torch.cat((torch.tensor([past + num], dtype=torch.int32), 1 + decodes)),
                 sample_rows=torch.arange(rows, dtype=torch.int32),

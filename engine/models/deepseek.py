@@ -136,6 +136,8 @@ class DeepseekForCausalLM:
         stack, eps = self._stack, self.config.rms_eps
         if self.can_draft:
             self.last_hidden = rms_norm(residual, stack.final_norm, eps)
+        if not sample_rows.shape[0]:  # a chunk in the middle of a prompt
+            return residual.new_empty(0, self.vocab_size, dtype=torch.float32)
         if not rows.samples_all:
             residual = residual[_last_tokens(rows, sample_rows)]
         return norm_linear(residual, stack.final_norm, eps, stack.lm_head, torch.float32)
@@ -161,6 +163,8 @@ class DeepseekForCausalLM:
         rows.wait_for_layer(self.config.num_layers)
         pool_layer = self._layers_of(kv_pool)[self.config.num_layers]
         residual = self._layer(residual, found.layer, rows, pool_layer, StepWork())
+        if not sample_rows.shape[0]:
+            return sample_rows.new_empty(0, dtype=torch.int32)
         if not rows.samples_all:
             residual = residual[_last_tokens(rows, sample_rows)]
         logits = norm_linear(residual, found.final_norm, eps, stack.lm_head, torch.float32)

@@ -325,7 +325,7 @@ def _compute(
 
 
 @quick_launch
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["row_slots", "seq_lens"])
 def mla_decode_fp8_kernel(
     q_lo_desc,
     q_rope_desc,

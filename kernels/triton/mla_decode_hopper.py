@@ -410,7 +410,7 @@ def _accumulate(
 
 
 @quick_launch
-@gluon.jit
+@gluon.jit(do_not_specialize_on_alignment=["row_slots", "seq_lens"])
 def mla_decode_hopper_kernel(
     q_lo_desc,
     q_rope_desc,

@@ -15,7 +15,7 @@ from kernels.triton.row_kernels import store_latent
 
 
 @quick_launch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def mla_absorb_kernel(
     q,
     kv,

@@ -23,7 +23,7 @@ from kernels.triton.quick_launch import quick_launch
 
 
 @quick_launch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seq_lens", "row_slots"])
 def mla_plan_kernel(
     seq_lens,
     page_table,

@@ -128,7 +128,7 @@ def store_latent(
 
 
 @quick_launch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def mla_kv_write_kernel(
     q_rope,
     kv,

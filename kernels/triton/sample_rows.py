@@ -76,7 +76,7 @@ def greedy_rows_kernel(
 
 
 @quick_launch
-@triton.jit
+@triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=["ids", "slots"])
 def feed_ids_kernel(ids, slots, next_ids, out, num, vocab, BLOCK: tl.constexpr):
     """Program (block of tokens): -1 becomes next_ids[slot]; no id leaves the vocabulary."""
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
