@@ -54,6 +54,11 @@ class Executor:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def is_async(self) -> bool:
+        """Whether steps run on a device, beside this process's threads."""
+        return self._launcher.is_async
+
     def dispatch(self, step: Step) -> None:
         """Queue a step; returns at once."""
         self._steps.put(step)

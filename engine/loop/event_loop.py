@@ -34,9 +34,11 @@ from engine.loop.step_trace import StepTrace
 from engine.sampling.params import ALREADY_SET, RowSampling, SampleBatch
 
 MAX_STEPS_IN_FLIGHT = 2
-# Running ahead hides the loop's time (0.4 ms) behind a decode step of 5 ms. Behind a prefill chunk
-# of 100 ms it would hide nothing, and whoever comes meanwhile would wait for one chunk more.
+# Running ahead hides the loop's time (0.4 ms) behind a decode step of 5 ms. Whoever comes meanwhile
+# waits for one step more, so behind a prefill chunk of 100 ms a device gets its next step only
+# when it is nearly done.
 RUN_AHEAD_TOKENS = 64
+RUN_AHEAD_MS = 8
 MAX_FAILED_STEPS_IN_A_ROW = 3
 HOUSEKEEPING_MS = 1000
 
@@ -106,11 +108,14 @@ class EngineLoop:
 
     def wait_ms(self) -> int:
         """How long nothing needs a turn, if nobody wakes the loop."""
-        deadline_ms = self._grammars.next_deadline_ms
+        deadline_ms, now_ms = self._grammars.next_deadline_ms, self._now_ms()
         until_ms = self._next_housekeeping_ms
         if deadline_ms is not None:
             until_ms = min(until_ms, deadline_ms)
-        return max(0, until_ms - self._now_ms())
+        nearly_ms = self._nearly_done_ms() if len(self._in_flight) == 1 else None
+        if nearly_ms is not None and nearly_ms > now_ms:  # else the turn before this has tried
+            until_ms = min(until_ms, nearly_ms)
+        return max(0, until_ms - now_ms)
 
     def abandon(self) -> None:
         """Let the steps under way run to their end; nobody is told of their tokens."""
@@ -157,8 +162,22 @@ class EngineLoop:
     def _may_dispatch(self) -> bool:
         if not self._in_flight:
             return True
-        is_short = self._in_flight[-1].num_tokens <= RUN_AHEAD_TOKENS
-        return len(self._in_flight) < MAX_STEPS_IN_FLIGHT and is_short
+        if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT:
+            return False
+        if self._in_flight[-1].num_tokens <= RUN_AHEAD_TOKENS:
+            return True
+        nearly_ms = self._nearly_done_ms()
+        return nearly_ms is not None and self._now_ms() >= nearly_ms
+
+    def _nearly_done_ms(self) -> int | None:
+        """When the newest step may get its successor, by what steps took lately; None: unknown, or
+        the step runs on the host, which has nothing to do beside it."""
+        us_per_token = self._counters.prefill_us_per_token
+        if not self._executor.is_async or not us_per_token:
+            return None
+        newest = self._in_flight[-1]
+        expected_ms = int(us_per_token * newest.num_tokens / 1e3)
+        return newest.dispatched_ms + expected_ms - RUN_AHEAD_MS
 
     def _dispatch_next(self) -> bool:
         """Plan a step and hand it to the executor; False if there is nothing to run."""
