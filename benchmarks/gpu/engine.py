@@ -9,9 +9,11 @@ Sessions start together, or `--arrival` seconds apart. A context is 4,000 tokens
 tokens of its own; every turn adds `--new` tokens and asks for `--output`, greedy, `--gap` seconds
 after the last. `completions` resends the whole history as token ids, `session` sends the new items
 alone (text of one byte a token). One JSON line a case: tokens a second of each user (1 / time per
-output token, per turn), output tokens a second of all, times to the first token, cold and of later
-turns, and the share of later turns that computed nothing but their new tokens (and at most the
-page that the history ended in).
+output token, per turn), output tokens a second of all, in the whole run and while every session is
+in its later turns (`output_tok_s_later`), times to the first token, cold and of later turns, and
+the share of later turns that computed nothing but their new tokens (and at most the page that the
+history ended in). A client keeps its history as the JSON it sends: no clock counts the writing of
+64K numbers.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ class Turn:
     cached_tokens: int = 0
     tokens_s: float  # 1 / time per output token
     num_tokens: int
-    start_s: float = 0.0
+    start_s: float
+    times: list[tuple[float, int]]  # when so many tokens came
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +85,7 @@ class User:
     http: httpx.AsyncClient
     load: Load
     number: int
-    ids: list[int] = field(default_factory=list)
+    history: list[str] = field(default_factory=list)  # token ids, as JSON
     session_id: str = ""
     turns: list[Turn] = field(default_factory=list)
     usage: tuple[int, int] = (0, 0)  # of the last turn: prompt tokens, those of them cached
@@ -99,7 +102,7 @@ class User:
             reply = await self.http.post("/v1/sessions", json=body)
             reply.raise_for_status()
             self.session_id = reply.json()["id"]
-        self.ids = shared.choices(WORD_IDS, k=num_shared)
+        self.history = list(map(str, shared.choices(WORD_IDS, k=num_shared)))
         for index in range(self.load.turns):
             num_new = first if index == 0 else self.load.new
             if index:
@@ -107,34 +110,31 @@ class User:
             self.turns.append(await self._turn(own, num_new))
 
     async def _turn(self, own: random.Random, num_new: int) -> Turn:
+        is_session = self.load.api == "session"
+        body = self._session_body(own, num_new) if is_session else self._body(own, num_new)
         start = time.perf_counter()
-        times: list[float] = []
-        num_tokens = 0
-        events = (
-            self._session_tokens(own, num_new)
-            if self.load.api == "session"
-            else self._completion_tokens(own, num_new)
-        )
+        times: list[tuple[float, int]] = []
+        events = self._session_tokens(body) if is_session else self._completion_tokens(body)
         async for count in events:
-            times.append(time.perf_counter())
-            num_tokens += count
+            times.append((time.perf_counter(), count))
+        num_tokens = sum(count for _, count in times)
         if num_tokens != self.load.output:
             raise SystemExit(f"wanted {self.load.output} tokens, got {num_tokens}")
-        spread = max(times[-1] - times[0], 1e-9)
+        spread = max(times[-1][0] - times[0][0], 1e-9)
         return Turn(
-            ttft_s=times[0] - start,
+            ttft_s=times[0][0] - start,
             tokens_s=(num_tokens - 1) / spread,
             start_s=start,
+            times=times,
             num_tokens=num_tokens,
             prompt_tokens=self.usage[0],
             cached_tokens=self.usage[1],
         )
 
-    async def _completion_tokens(self, own: random.Random, num_new: int) -> AsyncIterator[int]:
-        self.ids += own.choices(WORD_IDS, k=num_new)
-        body = {
+    def _body(self, own: random.Random, num_new: int) -> bytes:
+        self.history += map(str, own.choices(WORD_IDS, k=num_new))
+        settings = {
             "model": "default",
-            "prompt": self.ids,
             "max_tokens": self.load.output,
             "temperature": 0,
             "ignore_eos": True,
@@ -142,6 +142,9 @@ class User:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
+        return f'{{"prompt":[{",".join(self.history)}],{json.dumps(settings)[1:]}'.encode()
+
+    async def _completion_tokens(self, body: bytes) -> AsyncIterator[int]:
         async for event in self._events("/v1/completions", body):
             if event.get("error"):
                 raise SystemExit(f"the stream failed: {event['error']}")
@@ -150,11 +153,11 @@ class User:
                 self.usage = (usage["prompt_tokens"], details.get("cached_tokens", 0))
             for choice in event.get("choices", []):
                 ids = choice.get("token_ids") or []
-                self.ids += ids
+                self.history += map(str, ids)
                 if ids:
                     yield len(ids)
 
-    async def _session_tokens(self, own: random.Random, num_new: int) -> AsyncIterator[int]:
+    def _session_body(self, own: random.Random, num_new: int) -> bytes:
         text = "".join(own.choices(LETTERS, k=num_new))
         body = {
             "input": [{"type": "message", "role": "user", "content": text}],
@@ -163,6 +166,9 @@ class User:
             "temperature": 0.0,
             "ignore_eos": True,
         }
+        return json.dumps(body).encode()
+
+    async def _session_tokens(self, body: bytes) -> AsyncIterator[int]:
         seen = 0
         async for event in self._events(f"/v1/sessions/{self.session_id}/turns", body):
             kind = event.get("type")
@@ -178,8 +184,9 @@ class User:
                 # Several tokens may come as one piece of text; the usage counts them all.
                 yield event["usage"]["output_tokens"] - seen
 
-    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        async with self.http.stream("POST", path, json=body) as response:
+    async def _events(self, path: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
+        headers = {"content-type": "application/json"}
+        async with self.http.stream("POST", path, content=body, headers=headers) as response:
             if response.status_code != 200:
                 raise SystemExit((await response.aread()).decode())
             async for line in response.aiter_lines():
@@ -248,6 +255,17 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+def later_tokens_s(users: list[User]) -> float | None:
+    """Output tokens a second of all, from when the last session's first turn has ended until the
+    first session's last one has."""
+    start_s = max(user.turns[0].times[-1][0] for user in users)
+    end_s = min(user.turns[-1].times[-1][0] for user in users)
+    if end_s <= start_s:
+        return None
+    every = (came for user in users for turn in user.turns for came in turn.times)
+    return round(sum(num for at_s, num in every if start_s < at_s <= end_s) / (end_s - start_s), 1)
+
+
 def measure(
     url: str, load: Load, weights: str, kv: str, trace: pathlib.Path | None = None
 ) -> list[dict[str, Any]]:
@@ -272,6 +290,7 @@ def measure(
         "tps_user_p10": round(quantile(rates, 0.1), 1),
         "tps_user_floor": round(1 / floor_s, 1),
         "output_tok_s": round(sum(turn.num_tokens for turn in turns) / wall_s, 1),
+        "output_tok_s_later": later_tokens_s(users),
         "ttft_cold_p50_s": round(statistics.median(u.turns[0].ttft_s for u in users), 3),
         "ttft_later_p50_ms": round(statistics.median(later) * 1e3, 1),
         "ttft_later_p99_ms": round(quantile(later, 0.99) * 1e3, 1),

@@ -5,8 +5,8 @@
     python -m benchmarks.gpu.steps --shape tiny --weights bf16 --steps 4      without a GPU
 
 Prints JSON lines: decode steps at several batch sizes and contexts (two under way, as the loop
-keeps them), and prefill chunks behind a cached prefix. KV is whatever the pool holds: the time does
-not depend on it.
+keeps them), and prefill chunks behind a cached prefix. Token ids and KV are random: rows of one and
+the same token would share their experts, and a chip runs faster over zeros.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from engine.execution.model_loading import load_model
 from engine.execution.model_runner import build_model_runner, override_kernels
 from engine.execution.steps import Step, StepResult
 from engine.sampling.params import RowSampling, SampleBatch
+from kernels.latent_planes import latent_planes
 from kvtiers.device_pool import DevicePool
 
 DECODE = ((1, 8192), (1, 65536), (8, 32768), (16, 8192), (16, 65536))
@@ -65,6 +66,7 @@ class Steps:
         self._runner = runner
         self._launcher = runner.step_launcher()
         self._rows = [RowSampling(**sampling) for _ in range(max_slots)]
+        self._random = np.random.default_rng(0)
 
     def map_rows(self, num_rows: int, num_pages: int) -> np.ndarray[Any, Any]:
         """Page deltas of the first `num_pages` pages of each row."""
@@ -76,8 +78,8 @@ class Steps:
     def launch(
         self, lens: list[tuple[int, int]], deltas: np.ndarray[Any, Any], drafts: int = 0
     ) -> Callable[[], StepResult]:
-        """A step of rows (cached, new), every row sampled; ids come from the device. With drafts
-        1 + drafts rows have a slot, one token behind the other."""
+        """A step of rows (cached, new), every row sampled. With drafts 1 + drafts rows have a slot,
+        one token behind the other."""
         indptr = np.cumsum([0, *(new for _, new in lens)])
         positions = np.concatenate([np.arange(past, past + new) for past, new in lens])
         row_slots = np.arange(len(lens)) // (1 + drafts)
@@ -93,7 +95,9 @@ class Steps:
             Step(
                 forward=ForwardBatch(
                     step_id=0,
-                    input_ids=ints(np.full(num_tokens, -1 if num_tokens == num_rows else 7)),
+                    input_ids=ints(
+                        self._random.integers(1000, self._runner.vocab_size, num_tokens)
+                    ),
                     positions=ints(positions),
                     slot_mapping=ints(mapping),
                     row_indptr=ints(indptr),
@@ -112,6 +116,22 @@ class Steps:
                 ),
             )
         )
+
+
+def fill_pool(pool: torch.Tensor, latent_dim: int, rope_dim: int) -> None:
+    """Random latents in all of it, about as large as normed ones are.
+
+    Args:
+        pool: bf16 or fp32 [pages, layers, page, C + R], or the bytes of fp8 planes.
+    """
+    if pool.dtype != torch.uint8:
+        pool.normal_()
+        return
+    for layer in pool.unbind(1):
+        planes = latent_planes(layer, latent_dim, rope_dim)
+        planes.values.view(torch.uint8).random_(0, 0x7F)  # e4m3 without its NaN
+        planes.scales.fill_(2.0**-6)
+        planes.rope.normal_()
 
 
 def measure_decode(
@@ -297,6 +317,8 @@ def main() -> None:
         else:
             runner = build_model_runner(config)
         sampling = {"temperature": args.temperature, "top_p": args.top_p}
+        layout = runner.layout
+        fill_pool(runner.kv_pool, layout.latent_dim, layout.rope_dim)
         steps = Steps(runner, args.max_slots, sampling)
         lines: list[dict[str, Any]] = [
             {
