@@ -16,6 +16,7 @@ FIXED_ORDER = {
     "mla_absorb": "fixed",
     "mla_output": "fixed",
     "mla_prefill": "fixed",
+    "mla_prefill_form": "expanded",
     "moe_dense": "fixed",
     "moe_norm_route": "fixed",
     "moe_route": "triton",

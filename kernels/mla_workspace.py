@@ -34,6 +34,10 @@ class MlaWorkspace:
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
     plan_is_fresh: bool = True  # no kernel ran since the plan's: its result may still be in flight
+    # Whether a kernel may read keys and values before the one in front has ended. It takes all but
+    # a row's last q_len + 15 tokens for older than that; where a step writes more, or where they
+    # come from a buffer that each layer fills, it must not.
+    may_start_early: bool = True
 
     @property
     def num_blocks(self) -> int:
@@ -49,6 +53,7 @@ def make_mla_workspace(
     device: torch.device | str,
     latent_dim: int = 512,
     num_processors: int | None = None,
+    may_start_early: bool = True,
 ) -> MlaWorkspace:
     """Allocate a workspace; `num_processors` defaults to the device's multiprocessors.
 
@@ -76,4 +81,5 @@ def make_mla_workspace(
         plan=torch.zeros(num_parts * 8 + 3 * max_rows + 1, dtype=torch.int32, device=device),
         partial_out=torch.empty(slots, rows, latent_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(slots, rows, dtype=torch.float32, device=device),
+        may_start_early=may_start_early,
     )

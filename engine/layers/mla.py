@@ -1,41 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention of one layer: projections, paged latents, absorbed decode.
 
-Does not know: files, tensor names, requests. Legend: T tokens, H heads, N nope_dim, R rope_dim,
-V v_dim, C latent_dim, D = N + R.
+Prefill rows: mla_prefill.py. Does not know: files, tensor names, requests. Legend: T tokens, H
+heads, N nope_dim, R rope_dim, V v_dim, C latent_dim, D = N + R.
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from engine.layers.mla_prefill import prefill_values
+from engine.layers.mla_weights import INNER_EPS, MlaWeights
 from engine.models.model import StepRows
 from kernels.mla_workspace import MlaWorkspace
-from kernels.ops.linear import LinearWeight, linear_add, norm_linear
+from kernels.ops.linear import linear_add, norm_linear
 from kernels.ops.mla import mla_absorb, mla_output, mla_values
-from kernels.ops.mla_kv_write import mla_kv_write
-from kernels.ops.mla_prefill import mla_prefill
 from kernels.step_work import StepWork
-
-# The two inner norms are built without the model's eps in the released code.
-INNER_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaWeights:
-    """One layer. Rows of rope parts are in rotate-half order."""
-
-    # [q_rank + C + R, hidden], or [H * D + C + R, hidden] where queries have no low rank
-    q_kv_down: LinearWeight
-    q_norm: torch.Tensor | None  # [q_rank]
-    q_up: LinearWeight | None  # [H * D, q_rank]
-    kv_norm: torch.Tensor  # [C]
-    w_uk: torch.Tensor  # [H, N, C]
-    w_uv: torch.Tensor  # [H, V, C]
-    out: LinearWeight  # [hidden, H * V]
 
 
 def mla_attention(
@@ -60,7 +41,7 @@ def mla_attention(
     q_THD, kv_TC = mla_project(residual_TX, norm, weights, cos_sin.shape[1])
     cut, parts = rows.num_prefill_tokens, []
     if cut:
-        o_TO = _prefill(
+        o_TO = prefill_values(
             q_THD[:cut], kv_TC[:cut], weights, rows, kv_pool_layer, cos_sin, softmax_scale, work
         )
         parts.append(linear_add(o_TO, weights.out, residual_TX[:cut]))
@@ -116,10 +97,17 @@ def mla_attend(
     to `out_TO` [T, H * V] each token's values. Queries may be overwritten."""
     cut = rows.num_prefill_tokens
     if cut:
-        o_TO = _prefill(
-            q_THD[:cut], kv_TC[:cut], weights, rows, kv_pool_layer, cos_sin, softmax_scale, work
+        prefill_values(
+            q_THD[:cut],
+            kv_TC[:cut],
+            weights,
+            rows,
+            kv_pool_layer,
+            cos_sin,
+            softmax_scale,
+            work,
+            out_TO[:cut],
         )
-        out_TO[:cut].copy_(o_TO)
     if cut < q_THD.shape[0]:
         absorbed_THC = _absorb(q_THD[cut:], kv_TC[cut:], weights, rows, kv_pool_layer, cos_sin)
         o_TO = mla_values(
@@ -133,48 +121,6 @@ def mla_attend(
             weights.w_uv,
         )
         out_TO[cut:].copy_(o_TO)
-
-
-def _prefill(
-    q_THD: torch.Tensor,
-    kv_TC: torch.Tensor,
-    weights: MlaWeights,
-    rows: StepRows,
-    kv_pool_layer: torch.Tensor,
-    cos_sin: torch.Tensor,
-    softmax_scale: float,
-    work: StepWork,
-) -> torch.Tensor:
-    cut, num_rows = rows.num_prefill_tokens, rows.num_prefill_rows
-    nope_dim = weights.w_uk.shape[1]
-    mla_kv_write(
-        q_THD[..., nope_dim:],
-        kv_TC,
-        weights.kv_norm,
-        INNER_EPS,
-        rows.positions[:cut],
-        cos_sin,
-        kv_pool_layer,
-        rows.slot_mapping[:cut],
-    )
-    slots, indptr, lens = rows.prefill_on_host or (
-        rows.row_slots[:num_rows],
-        rows.row_indptr[: num_rows + 1],
-        rows.seq_lens[:num_rows],
-    )
-    o_THV = mla_prefill(
-        q_THD,
-        weights.w_uk,
-        weights.w_uv,
-        kv_pool_layer,
-        rows.page_table,
-        slots,
-        indptr,
-        lens,
-        softmax_scale,
-        work,
-    )
-    return o_THV.reshape(cut, -1)
 
 
 def _absorb(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.layers.mla import MlaWeights
+from engine.layers.mla_weights import MlaWeights
 from engine.layers.moe import DenseExperts, FfnWeights, MoeWeights, W4Experts
 from engine.layers.rope import rope_table
 from engine.models.deepseek_config import MAX_TOP_K, DeepseekConfig, ExpertsConfig

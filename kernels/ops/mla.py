@@ -20,10 +20,10 @@ def kv_format(kv_pool_layer: torch.Tensor) -> str:
     return "fp8_planes" if is_bytes else format_of(kv_pool_layer.dtype)
 
 
-def _pool_traits(
+def pool_traits(
     kv_pool_layer: torch.Tensor, latent_dim: int, rope_dim: int
 ) -> tuple[tuple[str, int | bool], ...]:
-    """Page size, and whether pages are a whole number of rows apart.
+    """Traits of a pool: page size, and whether pages are a whole number of rows apart.
 
     Raises:
         KernelInputError: the pool has another width, or a page's rows are not contiguous.
@@ -119,7 +119,7 @@ def mla_decode(
         ("latent_dim", workspace.latent_dim),
         ("rope_dim", rope_dim),
         ("query_rows", workspace.num_heads * workspace.q_len),
-        *_pool_traits(kv_pool_layer, workspace.latent_dim, rope_dim),
+        *pool_traits(kv_pool_layer, workspace.latent_dim, rope_dim),
     )
     kernel = select_kernel(CallSignature("mla_decode", q.device.type, formats, traits))
     out: torch.Tensor = kernel.fn(
@@ -145,14 +145,16 @@ def mla_absorb(
     kv_pool_layer: torch.Tensor,
     slot_mapping: torch.Tensor,
     w_uk: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the step's latents as `mla_kv_write` does; return the queries as `mla_decode` takes
-    them, [T, H, latent_dim + rope_dim], a new tensor.
+    them, [T, H, latent_dim + rope_dim], a new tensor or `out`.
 
     Args:
         q: [T, H, nope_dim + rope_dim], before rope; its last axis contiguous. May be overwritten.
         w_uk: [H, nope_dim, latent_dim], contiguous, q's dtype.
         kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping: see `mla_kv_write`.
+        out: where to, contiguous, q's dtype.
 
     Raises:
         KernelInputError: if shapes disagree or an index tensor is not int32.
@@ -164,18 +166,19 @@ def mla_absorb(
     for name, index in (("positions", positions), ("slot_mapping", slot_mapping)):
         expect_shape(name, index, (num_tokens,))
         expect_dtype(name, index, torch.int32)
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, latent_dim + rope_dim)
+    expect_shape("out", out, (num_tokens, num_heads, latent_dim + rope_dim))
     formats = (("q", format_of(q.dtype)), ("kv", kv_format(kv_pool_layer)))
     traits = (
         ("nope_dim", nope_dim),
         ("latent_dim", latent_dim),
         ("rope_dim", rope_dim),
         ("num_tokens_up_to_64", num_tokens <= 64),
-        *_pool_traits(kv_pool_layer, latent_dim, rope_dim),
+        *pool_traits(kv_pool_layer, latent_dim, rope_dim),
     )
     kernel = select_kernel(CallSignature("mla_absorb", q.device.type, formats, traits))
-    out: torch.Tensor = kernel.fn(
-        q, kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping, w_uk
-    )
+    kernel.fn(q, kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping, w_uk, out)
     return out
 
 
@@ -196,7 +199,7 @@ def _values_traits(
         ("rope_dim", rope_dim),
         ("v_dim", v_dim),
         ("query_rows", num_heads * workspace.q_len),
-        *_pool_traits(kv_pool_layer, latent_dim, rope_dim),
+        *pool_traits(kv_pool_layer, latent_dim, rope_dim),
     )
 
 

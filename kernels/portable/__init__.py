@@ -5,8 +5,16 @@ from kernels.portable import (
     layer_ops,
     mla_prefill,
     mla_prefill_flash,
+    mla_prefill_form,
     mla_prefill_planes,
     moe_dense,
 )
 
-__all__ = ["layer_ops", "mla_prefill", "mla_prefill_flash", "mla_prefill_planes", "moe_dense"]
+__all__ = [
+    "layer_ops",
+    "mla_prefill",
+    "mla_prefill_flash",
+    "mla_prefill_form",
+    "mla_prefill_planes",
+    "moe_dense",
+]

@@ -81,6 +81,7 @@ def mla_absorb_of_two(
     kv_pool_layer: torch.Tensor,
     slot_mapping: torch.Tensor,
     w_uk: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rope and store, then the product a head."""
     num_heads, nope_dim, latent_dim = w_uk.shape
@@ -88,7 +89,9 @@ def mla_absorb_of_two(
     mla_kv_write(
         q[..., nope_dim:], kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping
     )
-    absorbed = q.new_empty(q.shape[0], num_heads, latent_dim + rope_dim)
+    absorbed = out
+    if absorbed is None:
+        absorbed = q.new_empty(q.shape[0], num_heads, latent_dim + rope_dim)
     q_HTN = q[..., :nope_dim].transpose(0, 1)
     torch.bmm(q_HTN, w_uk, out=absorbed[..., :latent_dim].transpose(0, 1))
     absorbed[..., latent_dim:] = q[..., nope_dim:]

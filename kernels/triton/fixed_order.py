@@ -103,11 +103,12 @@ def fixed_absorb(
     kv_pool_layer: torch.Tensor,
     slot_mapping: torch.Tensor,
     w_uk: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rope and store, then the product a head."""
     rope = q[..., w_uk.shape[1] :]
     mla_kv_write(rope, kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping)
-    return _absorbed(q, w_uk)
+    return _absorbed(q, w_uk, out)
 
 
 @register_kernel(
@@ -175,11 +176,13 @@ def fixed_prefill(
     return _values(o_THC, w_uv)
 
 
-def _absorbed(q_THD: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+def _absorbed(
+    q_THD: torch.Tensor, w_uk: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """[T, H, C + R]: nope parts times W_UK, rope parts as they are."""
     num_heads, nope_dim, latent_dim = w_uk.shape
     width = latent_dim + q_THD.shape[2] - nope_dim
-    absorbed = torch.empty(q_THD.shape[0], num_heads, width, dtype=q_THD.dtype, device=q_THD.device)
+    absorbed = q_THD.new_empty(q_THD.shape[0], num_heads, width) if out is None else out
     fixed_product(
         q_THD[..., :nope_dim].transpose(0, 1),
         w_uk.transpose(1, 2),

@@ -243,7 +243,7 @@ def attend_hopper(
     out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
     # The kernel reads the plan before it waits for its predecessor, so not right behind the
     # plan's own kernel.
-    pdl = not workspace.plan_is_fresh
+    pdl = workspace.may_start_early and not workspace.plan_is_fresh
     workspace.plan_is_fresh = False
     mla_decode_hopper_kernel[(workspace.num_blocks, workspace.num_parts)](
         boxes(q, q_rows, width, TILE, latent_dim // 2),

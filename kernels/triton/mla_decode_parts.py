@@ -176,7 +176,7 @@ def mla_merge_values_kernel(
 
 
 @quick_launch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["page_table"])
 def mla_expand_pages_kernel(
     page_table,
     values,

@@ -79,7 +79,7 @@ def attend_fp8(
     page_rows = kv_pool_layer.stride(0) // latent_dim
     rope_page_rows = planes.rope.stride(0) // 64
     out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
-    pdl = not workspace.plan_is_fresh  # see attend_hopper
+    pdl = workspace.may_start_early and not workspace.plan_is_fresh  # see attend_hopper
     workspace.plan_is_fresh = False
     mla_decode_fp8_kernel[(workspace.num_parts,)](
         boxes(q, q.shape[0] * q.shape[1], width, num_columns, latent_dim // 2, 16),

@@ -60,11 +60,13 @@ def mla_absorb(
     kv_pool_layer: torch.Tensor,
     slot_mapping: torch.Tensor,
     w_uk: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One launch: programs of a head's slice, and of four tokens' latents."""
     num_heads, nope_dim, latent_dim = w_uk.shape
     num_tokens, rope_dim = q.shape[0], cos_sin.shape[1]
-    out = torch.empty(num_tokens, num_heads, latent_dim + rope_dim, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, latent_dim + rope_dim)
     views = pool_views(kv_pool_layer, latent_dim, rope_dim)
     (latents, latent_stride), (scales, scale_stride), (ropes, rope_stride) = views
     cols = max(16, latent_dim // 4)
@@ -262,7 +264,8 @@ def mla_expand_pages(
         out = torch.empty(sum(pages_of_rows), page_size, width, dtype=dtype, device=device)
         ends = torch.tensor(pages_of_rows, dtype=torch.int32).cumsum(0)
         starts = (ends - torch.tensor(pages_of_rows)).to(torch.int32)
-        table = starts[:, None] + torch.arange(max(pages_of_rows), dtype=torch.int32)
+        # A launch differs by whether 16 divides a stride.
+        table = starts[:, None] + torch.arange(16 * cdiv(max(pages_of_rows), 16), dtype=torch.int32)
         return out, table.to(device, non_blocking=True)
 
     out, table = keep(work, ("expanded pages", dtype, width), make)
