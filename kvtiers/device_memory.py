@@ -9,9 +9,7 @@ may still be on its way, so that a link has its next batch before it is done wit
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,19 +17,26 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.ops.page_copy import move_pages
-from kvtiers.layered_load import PIECE_BYTES, Fence, LayeredLoad, layer_groups
+from kvtiers.batch_copy import BatchCopy, driver_batch_copy
+from kvtiers.lanes import CudaLane, Lane, Wait, finished
+from kvtiers.layer_copies import LayerCopies
+from kvtiers.layered_load import LayeredLoad
+from kvtiers.page_pieces import Body, Incoming
 
-Body = NDArray[np.uint8]  # [page_bytes], contiguous
+__all__ = ["Bodies", "Body", "DeviceMemory", "Incoming", "Wait", "device_memory"]
+
 Bodies = Sequence[Body]
-Wait = Callable[[], None]
-
-PAGES_A_CALL = 32  # of the first layers; looking at them takes as long as copying a few
 
 
 class DeviceMemory(Protocol):
     """Pages of L1. One thread."""
 
     kind: str  # cpu | cuda
+
+    @property
+    def layers_by(self) -> str:
+        """What copies pages by layers, for logs and benchmarks."""
+        ...
 
     def read(self, pages: Sequence[int], into: Bodies) -> None:
         """Copy pages out; returns when all bytes are there."""
@@ -46,7 +51,7 @@ class DeviceMemory(Protocol):
         """
         ...
 
-    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+    def write_layers(self, pages: Incoming, load: LayeredLoad) -> None:
         """Copy pages in, the first layers of all of them before the next; `load` is told how far
         they are. Returns when all bytes are there. A page is its layers one after the other, all
         of a length.
@@ -69,13 +74,16 @@ def device_memory(
     if kv_pool.device.type == "cpu":
         return HostMemory(pages)
     lane = CudaLane(kv_pool.device)
-    return CopiedMemory(pages, lane) if slots is None else GatheredMemory(pages, slots, lane)
+    if slots is not None:
+        return GatheredMemory(pages, slots, lane)
+    return CopiedMemory(pages, lane, driver_batch_copy(kv_pool.device.index))
 
 
 class HostMemory:
     """L1 in the memory of this process."""
 
     kind = "cpu"
+    layers_by = "memcpy"
 
     def __init__(self, pages: torch.Tensor) -> None:
         self._pages = pages.numpy()
@@ -105,78 +113,29 @@ class HostMemory:
             load.arrived(layer + 1, None)
 
 
-class Lane(Protocol):
-    """Where copies of a device run beside its compute stream, in order. One thread."""
-
-    def entered(self) -> AbstractContextManager[object]:
-        """Within it, copies and kernels are queued here."""
-        ...
-
-    def mark(self) -> Wait:
-        """What waits until all that was queued so far is done."""
-        ...
-
-    def fence(self) -> Fence:
-        """What makes the current stream go on only behind all that was queued so far."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all that was queued is done."""
-        ...
-
-
-class CudaLane:
-    """A stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def entered(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
-
-    def mark(self) -> Wait:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        wait: Wait = event.synchronize
-        return wait
-
-    def fence(self) -> Fence:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return lambda: torch.cuda.current_stream(self._stream.device).wait_event(event)
-
-    def finish(self) -> None:
-        self.mark()()
-
-
-@contextmanager
-def _finished(lane: Lane) -> Iterator[None]:
-    """Queue work on a lane; on the way out it is done, also where something was raised.
-
-    Whoever hears of a failed move gives its page to somebody else.
-    """
-    try:
-        with lane.entered():
-            yield
-    finally:
-        lane.finish()
-
-
 class CopiedMemory:
     """L1 on a GPU. Copies run beside the compute stream, at full speed where L2 is pinned.
 
     Pages are 1 to 4 MB, so one copy a page reaches the link's rate without a kernel.
+
+    Args:
+        batch: for loads by layers, whose copies are smaller; None: torch copies them.
     """
 
     kind = "cuda"
 
-    def __init__(self, pages: torch.Tensor, lane: Lane) -> None:
+    def __init__(self, pages: torch.Tensor, lane: Lane, batch: BatchCopy | None = None) -> None:
         self._pages = pages
         self._lane = lane
+        self._by_layers = LayerCopies(pages, lane, batch)
+
+    @property
+    def layers_by(self) -> str:
+        return self._by_layers.name
 
     def read(self, pages: Sequence[int], into: Bodies) -> None:
         """Asynchronous copies, then one wait."""
-        with _finished(self._lane):
+        with finished(self._lane):
             for page, body in zip(pages, into, strict=True):
                 torch.from_numpy(body).copy_(self._pages[page], non_blocking=True)
 
@@ -191,35 +150,9 @@ class CopiedMemory:
             raise
         return self._lane.mark()
 
-    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+    def write_layers(self, pages: Incoming, load: LayeredLoad) -> None:
         """Asynchronous copies of some layers each, one call for those of many pages."""
-        layer_bytes = self._pages.shape[1] // load.num_layers
-        groups = layer_groups(load.num_layers, layer_bytes, PIECE_BYTES)
-        sizes = [(group.stop - group.start) * layer_bytes for group in groups]
-        pieces: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = [([], []) for _ in groups]
-        with _finished(self._lane):
-            drawn = iter(pages)
-            # Pages are looked at as they are drawn: some at a time, so that the link need not wait.
-            while some := list(itertools.islice(drawn, PAGES_A_CALL)):
-                for page, body in some:
-                    targets = torch.split(self._pages[page], sizes)
-                    sources = torch.split(torch.from_numpy(body), sizes)
-                    for (into, out_of), target, source in zip(
-                        pieces, targets, sources, strict=True
-                    ):
-                        into.append(target)
-                        out_of.append(source)
-                _copy_all(pieces[0][0][-len(some) :], pieces[0][1][-len(some) :])
-            load.arrived(groups[0].stop, self._lane.fence())
-            for group, (into, out_of) in zip(groups[1:], pieces[1:], strict=True):
-                _copy_all(into, out_of)
-                load.arrived(group.stop, self._lane.fence())
-
-
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Asynchronous copies in one call, without the interpreter's lock."""
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        self._by_layers.write(pages, load)
 
 
 class GatheredMemory:
@@ -232,6 +165,7 @@ class GatheredMemory:
     """
 
     kind = "cuda"
+    layers_by = "kernel"
 
     def __init__(self, pages: torch.Tensor, slots: NDArray[np.uint8], lane: Lane) -> None:
         self._pages = pages
@@ -249,7 +183,7 @@ class GatheredMemory:
         self._move([page for page, _ in drawn], [body for _, body in drawn], is_out=False)
         return None
 
-    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+    def write_layers(self, pages: Incoming, load: LayeredLoad) -> None:
         """All layers at once."""
         self.write(pages)
         load.arrived(load.num_layers, None)
@@ -258,6 +192,6 @@ class GatheredMemory:
         if not pages:
             return
         rows = [(body.ctypes.data - self._start) // self._width for body in bodies]
-        with _finished(self._lane):
+        with finished(self._lane):
             where = torch.tensor([list(pages), rows], dtype=torch.int32).to(self._pages.device)
             move_pages(self._pages, where[0], self._slots, slots=where[1], is_out=is_out)

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from kvtiers.layout import KvLayout
 ALIGNMENT = 4096
 MAX_SALT_BYTES = 1024
 REGION_VERSION = 2
+FEW_PAGES = 8  # are looked at sooner one by one
 _MAGIC = b"MRL2"
 
 _REGION = struct.Struct("<4sIQQQ32s")
@@ -116,9 +118,12 @@ class HostPool:
         whole = np.frombuffer(self._memory, np.uint8)
         start, width = shape.slots_offset, shape.slot_bytes
         body = objects.HEADER_BYTES
-        self._bodies = whole[start : start + shape.num_slots * width].reshape(-1, width)[
-            :, body : body + shape.page_bytes
-        ]
+        slots = whole[start : start + shape.num_slots * width].reshape(-1, width)
+        self._headers, self._bodies = slots[:, :body], slots[:, body : body + shape.page_bytes]
+        # A page is looked at each time it is loaded; what its key hashes to does not change.
+        self._key_hash = lru_cache(maxsize=2 * shape.num_slots)(
+            lambda page_hash: objects.key_hash(keys.key(page_hash))
+        )
         self._doubtful: set[int] = set()  # slots whose bodies nobody has summed up since the start
         self._claim_region()
 
@@ -155,6 +160,7 @@ class HostPool:
         """The page's bytes are in place: seal them. Without a name a restart forgets the page."""
         self.write_record(page, name)
         objects.seal(self.slot(page), self.key(page_hash), self._fingerprint)
+        self._key_hash(page_hash)  # the first load of the page will ask for it
 
     def write_record(self, page: int, name: PageName | None) -> None:
         """Say what the slot's page is; the slot's header still decides whether it is there."""
@@ -206,6 +212,20 @@ class HostPool:
             self._doubtful.discard(page)
             return self.is_sound(page, page_hash)
         return self.is_sealed_for(page, page_hash)
+
+    def which_hold(self, pages: Sequence[int], page_hashes: Sequence[bytes]) -> list[bool]:
+        """What `holds` says of each of these slots, all of them looked at in one go."""
+        if len(pages) < FEW_PAGES:
+            return [self.holds(*which) for which in zip(pages, page_hashes, strict=True)]
+        headers = self._headers[list(pages)]
+        hashes = [self._key_hash(page_hash) for page_hash in page_hashes]
+        size = self.shape.page_bytes
+        good: list[bool] = objects.are_sealed_for(headers, hashes, self._fingerprint, size).tolist()
+        if self._doubtful:
+            for at, (page, page_hash) in enumerate(zip(pages, page_hashes, strict=True)):
+                if page in self._doubtful:
+                    good[at] = self.holds(page, page_hash)
+        return good
 
     def is_sealed_for(self, page: int, page_hash: bytes) -> bool:
         """Whether the slot's header is whole and speaks of this page."""

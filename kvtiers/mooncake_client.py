@@ -10,7 +10,7 @@ in a process of their own, so its death costs pages and not this process. Measur
   `_call`, which has no handle to call then.
 * A call to an owner that hangs blocks for 30 s, whatever is configured: calls run on threads with
   a deadline of their own, and at most two may be stuck.
-* A failed set-up blocks for 4 s and holds the interpreter lock: a plain connect is tried first.
+* A set-up holds the interpreter lock, 30 s where the owner hangs: another process tries it first.
 * Only memory the library allocated and registered can be read or written.
 """
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,50 +27,13 @@ from typing import Any
 import numpy as np
 
 from kvtiers.deadlines import CallNotDoneError, CallRefusedError, DeadlineThreads
-from kvtiers.mooncake_endpoints import check_listening
+from kvtiers.mooncake_library import check_answers, load_library
 
 SETUP_S = 15.0
 CLOSE_S = 3.0
 NO_SPACE = -200
 EVICTION_S = 0.03  # the library evicts in the background, in some 10 ms
 LOCAL_BUFFER_BYTES = 1 << 20
-# Read by the library when it is loaded or set up; what the operator set is kept.
-_LIBRARY_ENV = {
-    "MC_RPC_TIMEOUT_MS": "1000",
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    "MC_TRANSFER_TIMEOUT": "5",
-    "MC_LOG_LEVEL": "ERROR",
-    "MC_STORE_CLIENT_METRIC": "0",
-}
-_GLOG_LEVEL_SYMBOL = "_ZN3fLI17FLAGS_minloglevelE"
-_GLOG_FATAL = 3
-
-
-def load_library() -> type[Any]:
-    """The store class of the library. Raises OSError, saying what is missing."""
-    for name, value in _LIBRARY_ENV.items():
-        os.environ.setdefault(name, value)
-    try:
-        import mooncake.store as library
-    except ImportError as error:
-        hint = (
-            "the wheel needs libibverbs1"
-            if "lib" in str(error)
-            else "pip install moorage[mooncake]"
-        )
-        raise OSError(f"mooncake cannot be loaded: {error} (hint: {hint})") from None
-    _silence(str(library.__file__))
-    store: type[Any] = library.MooncakeDistributedStore
-    return store
-
-
-def _silence(path: str) -> None:
-    """An owner that is away would be worth a line on stderr for every key of every call."""
-    try:
-        level = ctypes.c_int.in_dll(ctypes.CDLL(path), _GLOG_LEVEL_SYMBOL)
-    except (OSError, ValueError):
-        return  # another build: noisy, and right
-    level.value = _GLOG_FATAL
 
 
 class MooncakeClient:
@@ -86,8 +48,9 @@ class MooncakeClient:
         self._threads = DeadlineThreads("mooncake")
         self._calling = threading.Condition()
         self._num_calls = 0
-        check_listening(address)
-        handle = load_library()()
+        library = load_library()
+        check_answers(address)
+        handle = library()
         try:
             set_up = partial(_set_up, handle, address, slot_bytes * num_slots)
             base = self._threads.run(set_up, SETUP_S)

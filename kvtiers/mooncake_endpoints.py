@@ -44,7 +44,7 @@ def read_endpoints(path: Path) -> MooncakeEndpoints:
 def check_listening(address: str) -> None:
     """Raises OSError, naming the address, where nobody takes a connection within half a second.
 
-    Asked before every set-up: the library itself would try for 4 s, holding the interpreter lock.
+    Asked before every set-up: the library itself would try for 4 s.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -41,6 +41,9 @@ OTHER_LENGTH = -600
 # already, in use, or whose lease ran out under a read. Anything else is a failure.
 WORKING_CODES = frozenset((-200, -703, NOT_FOUND, -705, -706, -707))
 RETRY_S = 1.0
+# The library finds its owner again in 2 to 5 s, but not always: where an owner did not hear of this
+# client for a while it may keep its old memory, and refuse the same memory for ever after.
+RENEW_S = 6.0
 FLUSH_POLL_S = 0.2
 COUNT_AGAIN_S = 10.0
 
@@ -97,6 +100,7 @@ class MooncakeStore:
         self._endpoints = MooncakeEndpoints(owner="")
         self._is_closed = False
         self._retry_at_s = -1e9
+        self._failing_since_s: float | None = None
         self._reason = ""
         self._connect()
 
@@ -213,18 +217,23 @@ class MooncakeStore:
                     self._reason = str(error)
             return self._client
 
-    def _leave_old_owner(self) -> None:
-        """After a failure: an owner that was started again needs a new connection.
-
-        The library finds it again by itself, but not always with the shared memory.
-        """
+    def _leave_dead_connection(self) -> None:
+        """After a failure: an owner that was started again needs a new connection, and so does a
+        library that does not find its owner again by itself."""
+        now_s = self._now_s()
         with self._connecting:
+            if self._failing_since_s is None:
+                self._failing_since_s = now_s
             try:
                 is_new = read_endpoints(self._path) != self._endpoints
             except OSError:
                 return
-            if is_new and self._client is not None:
-                self._drop_client("the owner was started again")
+            is_lost = now_s - self._failing_since_s >= RENEW_S
+            if self._client is not None and (is_new or is_lost):
+                self._failing_since_s = None
+                self._drop_client(
+                    "the owner was started again" if is_new else "the connection is made anew"
+                )
 
     def _drop_client(self, reason: str) -> None:
         client, self._client = self._client, None
@@ -250,7 +259,9 @@ class MooncakeStore:
         self._reason = problem
         if problem:
             self._count(failures=1)
-            self._leave_old_owner()
+            self._leave_dead_connection()
+        else:
+            self._failing_since_s = None
         return codes
 
     # Moving pages

@@ -19,7 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvtiers.errors import StoreCallError
@@ -30,6 +33,8 @@ KEY_HASH_BYTES = 16
 MAGIC = b"MRPG"
 
 _FIELDS = struct.Struct("<4sI16s16sQQ")
+_WANTED = struct.Struct("<4sI16s16sQ")  # the fields that the caller knows
+_KEY_HASH_WORDS = slice(3, 5)  # of 8 bytes
 _SUM = struct.Struct("<Q")
 _SUMMED_BYTES = HEADER_BYTES - _SUM.size
 _PADDING = bytes(_SUMMED_BYTES - _FIELDS.size)
@@ -91,6 +96,40 @@ def is_sealed_for(blob: memoryview, key: str, layout_fingerprint: str) -> bool:
         and hashed == key_hash(key)
         and body_bytes == len(view) - HEADER_BYTES
     )
+
+
+def are_sealed_for(
+    headers: NDArray[np.uint8],
+    key_hashes: Sequence[bytes],
+    layout_fingerprint: str,
+    body_bytes: int,
+) -> NDArray[np.bool_]:
+    """What `is_sealed_for` says of many blobs, for less than a microsecond each.
+
+    Args:
+        headers: uint8 [num_blobs, 256]; copied first, so that all is said of the same bytes.
+        key_hashes: `key_hash` of the key each is asked for.
+        body_bytes: the length of the body behind each.
+
+    Returns:
+        [num_blobs].
+    """
+    num = len(key_hashes)
+    if not num:
+        return np.zeros(0, np.bool_)
+    raw = memoryview(headers.tobytes())
+    words = np.frombuffer(raw, "<u8").reshape(num, HEADER_BYTES // 8)
+    wanted = np.empty((num, _WANTED.size // 8), "<u8")
+    said = _WANTED.pack(
+        MAGIC, FORMAT_VERSION, _raw_fingerprint(layout_fingerprint), b"", body_bytes
+    )
+    wanted[:] = np.frombuffer(said, "<u8")
+    wanted[:, _KEY_HASH_WORDS] = np.frombuffer(b"".join(key_hashes), "<u8").reshape(num, 2)
+    starts = range(0, num * HEADER_BYTES, HEADER_BYTES)
+    sums = (xxh3_64_intdigest(raw[at : at + _SUMMED_BYTES]) for at in starts)
+    is_whole = words[:, -1] == np.fromiter(sums, np.uint64, num)
+    good: NDArray[np.bool_] = is_whole & (words[:, : wanted.shape[1]] == wanted).all(axis=1)
+    return good
 
 
 def _as_bytes(blob: memoryview) -> memoryview:

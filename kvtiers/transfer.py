@@ -10,7 +10,8 @@ still reads or writes, and names no page as a source before a finished step has 
 whose bytes are in doubt is not moved: its ack says so, and whoever wanted it computes it.
 
 A load-back's pages are looked at one by one, each just before its copy is queued, and the next
-batch is queued before the one before it has arrived: a link has its next copy in time.
+batch is queued before the one before it has arrived: a link has its next copy in time. A load by
+layers looks at some at a time, before the copies of their first layers.
 
 Does not know: why a page moves, requests, steps. Thread rule: `submit`, `load_layers`, `take_acks`,
 `probe` and `close` belong to one thread; `wake` is called on any.
@@ -26,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtiers.device_memory import Body, DeviceMemory, Wait
+from kvtiers.device_memory import DeviceMemory, Incoming, Wait
 from kvtiers.host_pool import HostPool
 from kvtiers.layered_load import LayeredLoad
 from kvtiers.store import Store
@@ -46,6 +47,7 @@ BATCH = {
     "cuda": {MoveKind.LOAD_BACK: 64, MoveKind.WRITE_BACK: 8, **_STORE_BATCH},
 }
 MOST_WRITE_BACKS = 4096
+LOOK_PAGES = 128  # of a load by layers at a time, where only headers are read
 NO_BOUND = sys.maxsize  # the control plane waits for each of these
 
 
@@ -306,7 +308,8 @@ class TransferEngine:
 
     def _load_back(self, moves: Sequence[Move]) -> tuple[list[bool], Wait | None]:
         oks: list[bool] = []
-        wait = self._device.write(self._good_pages(moves, oks))
+        good = (move for some in self._good_moves(moves, oks, 1) for move in some)
+        wait = self._device.write((move.target, self._pool.body(move.source)) for move in good)
         if not all(oks):
             logger.warning("%d pages of L2 are damaged; computed anew", oks.count(False))
         return oks, wait
@@ -314,7 +317,10 @@ class TransferEngine:
     def _load_layers(self, moves: Sequence[Move], load: LayeredLoad) -> None:
         start_s, oks = time.perf_counter(), list[bool]()
         try:
-            self._device.write_layers(self._good_pages(moves, oks), load)
+            most = 1 if self._checks_bodies else LOOK_PAGES
+            good = self._good_moves(moves, oks, most)
+            parts = (([m.target for m in some], [m.source for m in some]) for some in good if some)
+            self._device.write_layers(Incoming(self._pool.bodies, parts), load)
         except Exception:
             logger.exception("%d moves failed: load_back, by layers", len(moves))
             oks = [False] * len(moves)
@@ -325,16 +331,21 @@ class TransferEngine:
         self.rates.note_layered(sum(oks))
         self._ack(moves, oks)
 
-    def _good_pages(self, moves: Sequence[Move], oks: list[bool]) -> Iterator[tuple[int, Body]]:
-        """Targets and bytes of the moves whose source is sound, each looked at when it is drawn;
-        `oks` gets what was found."""
-        pool = self._pool
-        is_good = pool.is_sound if self._checks_bodies else pool.holds
-        for move in moves:
-            ok = is_good(move.source, move.page_hash)
-            oks.append(ok)
-            if ok:
-                yield move.target, pool.body(move.source)
+    def _good_moves(
+        self, moves: Sequence[Move], oks: list[bool], most: int
+    ) -> Iterator[list[Move]]:
+        """Those whose source is sound, looked at so many at a time, when they are drawn; `oks` gets
+        what was found."""
+        for at in range(0, len(moves), most):
+            some = moves[at : at + most]
+            if self._checks_bodies:
+                found = [self._pool.is_sound(move.source, move.page_hash) for move in some]
+            else:
+                found = self._pool.which_hold(
+                    [move.source for move in some], [move.page_hash for move in some]
+                )
+            oks.extend(found)
+            yield [move for move, ok in zip(some, found, strict=True) if ok]
 
     def _write_back(self, moves: Sequence[Move]) -> list[bool]:
         pool = self._pool

@@ -7,7 +7,7 @@ What has not come yet is NaN, and each layer comes late.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from engine.execution.model_loading import load_model
 from engine.execution.model_runner import build_model_runner
 from engine.loop.server import EngineServer
 from engine.transport import pack_ids
-from kvtiers.device_memory import Body, HostMemory
+from kvtiers.device_memory import HostMemory, Incoming
 from kvtiers.device_pool import DevicePool
 from kvtiers.layered_load import Fence, LayeredLoad
 from tests.engine.test_tiers import settled
@@ -36,7 +36,7 @@ L2_BYTES = 32 << 20
 class LateMemory(HostMemory):
     """Pages are NaN until they come, layer by layer, each some milliseconds after it is wanted."""
 
-    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+    def write_layers(self, pages: Incoming, load: LayeredLoad) -> None:
         drawn = list(pages)
         self._pages[[page for page, _ in drawn]] = 0xFF
         late = LayeredLoad(load.num_layers)

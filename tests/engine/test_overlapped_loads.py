@@ -21,7 +21,7 @@ from engine.config import TiersConfig
 from engine.loop.server import EngineServer
 from engine.loop.tier_plane import Mover
 from engine.transport import pack_ids
-from kvtiers.device_memory import Body, DeviceMemory, Wait
+from kvtiers.device_memory import Body, DeviceMemory, Incoming, Wait
 from kvtiers.host_pool import PoolShape
 from kvtiers.layered_load import Fence, LayeredLoad
 from tests.engine.test_tiers import PAGE_SIZE, SCRIPT, VOCAB, ask, prompt_of, settled, want
@@ -51,7 +51,7 @@ class HeldMemory:
     def write(self, pages: Iterable[tuple[int, Body]]) -> Wait | None:
         return self._memory.write(pages)
 
-    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+    def write_layers(self, pages: Incoming, load: LayeredLoad) -> None:
         slow = LayeredLoad(load.num_layers)
 
         def arrived(num_layers: int, fence: Fence | None) -> None:

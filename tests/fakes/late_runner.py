@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from engine.execution.batch import ForwardBatch
 from engine.execution.host_launcher import HostLauncher
 from engine.execution.steps import Launcher, Step, StepResult
-from kvtiers.device_memory import Body, DeviceMemory, Wait
+from kvtiers.device_memory import Body, DeviceMemory, Incoming, Wait
 from kvtiers.layered_load import Fence, LayeredLoad
 from tests.fakes.scripted_runner import Script, ScriptedRunner
 
@@ -117,7 +117,7 @@ class LaggingMemory:
         self._lag(lambda: self._memory.write(pages))
         return None
 
-    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+    def write_layers(self, pages: Incoming, load: LayeredLoad) -> None:
         """Each layer is there some time before it is said to be, and the next comes later still."""
         late = LayeredLoad(load.num_layers)
 

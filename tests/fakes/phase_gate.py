@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.loop.server import EngineServer
-from kvtiers.device_memory import Body, DeviceMemory, Wait
+from kvtiers.device_memory import Body, DeviceMemory, Incoming, Wait
 from kvtiers.host_pool import HostPool
 from kvtiers.layered_load import LayeredLoad
 from tests.fakes.memory_store import MemoryStore
@@ -76,7 +76,7 @@ class GatedMemory:
         self._gate.enter("load_back")
         return self._memory.write(pages)
 
-    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+    def write_layers(self, pages: Incoming, load: LayeredLoad) -> None:
         self._gate.enter("load_back")
         self._memory.write_layers(pages, load)
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvtiers.device_memory import Body, CopiedMemory, GatheredMemory, HostMemory
+from kvtiers.device_memory import CopiedMemory, GatheredMemory, HostMemory, Incoming
 from kvtiers.layered_load import Fence, LayeredLoad, layer_groups
 from kvtiers.transfer import MoveKind
+from tests.fakes.memmove_batch import MemmoveBatch
 from tests.kvtiers.test_device_memory import NotingLane
 from tests.kvtiers.test_transfer import Bench
 
@@ -76,19 +77,25 @@ def test_a_device_is_given_the_fence_of_the_part_that_has_the_layer() -> None:
     assert passed == [2, 2, 4, 4, 5]
 
 
+KB = 1 << 10
+
+
 @pytest.mark.parametrize(
-    ("num_layers", "layer_bytes", "piece_bytes", "lens"),
+    ("num_layers", "layer_bytes", "first_bytes", "lens"),
     [
-        (27, 73_728, 400 << 10, [6, 6, 6, 6, 3]),  # V2-Lite, bf16, pages of 64
-        (61, 73_728, 400 << 10, [6] * 10 + [1]),
-        (4, 1 << 20, 400 << 10, [1, 1, 1, 1]),  # a layer is large enough
-        (3, 8, 400 << 10, [3]),
+        (27, 73_728, 400 * KB, [6, 6, 6, 6, 3]),  # V2-Lite, bf16, pages of 64
+        (27, 73_728, 144 * KB, [2, 3, 4, 5, 6, 6, 1]),
+        (27, 41_472, 144 * KB, [4, 5, 7, 10, 1]),  # fp8
+        (61, 73_728, 400 * KB, [6] * 10 + [1]),
+        (4, 1 << 20, 144 * KB, [1, 1, 1, 1]),  # a layer is large enough
+        (3, 8, 144 * KB, [3]),
+        (4, 73_728, 1 << 30, [4]),
     ],
 )
-def test_layers_come_in_pieces_that_a_link_takes_as_long_for_as_the_host(
-    num_layers: int, layer_bytes: int, piece_bytes: int, lens: list[int]
+def test_layers_come_in_pieces_that_begin_small(
+    num_layers: int, layer_bytes: int, first_bytes: int, lens: list[int]
 ) -> None:
-    groups = layer_groups(num_layers, layer_bytes, piece_bytes)
+    groups = layer_groups(num_layers, layer_bytes, first_bytes, max(400 * KB, first_bytes))
     assert [group.stop - group.start for group in groups] == lens
     assert [group.start for group in groups[1:]] == [group.stop for group in groups[:-1]]
     assert groups[0].start == 0 and groups[-1].stop == num_layers
@@ -106,12 +113,13 @@ class Watched(LayeredLoad):
         super().arrived(num_layers, fence)
 
 
-@pytest.mark.parametrize("kind", ["host", "copied", "gathered"])
+@pytest.mark.parametrize("kind", ["host", "copied", "batched", "gathered"])
 def test_the_first_layers_of_all_pages_come_before_the_next(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtiers.device_memory.PIECE_BYTES", 2 * LAYER_BYTES)
-    monkeypatch.setattr("kvtiers.device_memory.PAGES_A_CALL", 2)
+    monkeypatch.setattr("kvtiers.layer_copies.PIECE_BYTES", 2 * LAYER_BYTES)
+    monkeypatch.setattr("kvtiers.layer_copies.FIRST_PIECE_BYTES", LAYER_BYTES)
+    monkeypatch.setattr("kvtiers.layer_copies.CALL_BYTES", 2 * LAYER_BYTES)
     rng = np.random.default_rng(1)
     bodies = rng.integers(1, 256, (NUM_PAGES, PAGE_BYTES), dtype=np.uint8)
     pages = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
@@ -119,6 +127,7 @@ def test_the_first_layers_of_all_pages_come_before_the_next(
     memory = {
         "host": lambda: HostMemory(pages),
         "copied": lambda: CopiedMemory(pages, lane),
+        "batched": lambda: CopiedMemory(pages, lane, MemmoveBatch()),
         "gathered": lambda: GatheredMemory(pages, bodies, lane),
     }[kind]()
     targets = [5, 0, 3]
@@ -133,25 +142,31 @@ def test_the_first_layers_of_all_pages_come_before_the_next(
 
     drawn: list[int] = []
 
-    def draw() -> Iterator[tuple[int, Body]]:
-        for number, page in enumerate(targets):
-            drawn.append(page)
-            yield page, bodies[number]
+    def draw() -> Iterator[tuple[list[int], list[int]]]:
+        for some in ([0, 1], [2]):
+            drawn.extend(targets[number] for number in some)
+            yield [targets[number] for number in some], some
 
     load = Watched(look)
-    memory.write_layers(draw(), load)
-    assert said == {"host": [1, 2, 3, 4, 5], "copied": [2, 4, 5], "gathered": [5]}[kind]
+    memory.write_layers(Incoming(bodies, draw()), load)
+    many = {"host": [1, 2, 3, 4, 5], "copied": [2, 4, 5], "batched": [1, 2, 4, 5], "gathered": [5]}
+    assert said == many[kind]
     assert drawn == targets, "each page is looked at once"
     assert not pages[[1, 2, 4]].any()
     assert kind == "host" or lane.log[-1] == "finish", "nothing is under way any more"
 
 
-def test_a_copy_that_fails_leaves_no_layer_under_way() -> None:
+@pytest.mark.parametrize("batch", [None, MemmoveBatch()])
+@pytest.mark.parametrize(("page", "slot"), [(NUM_PAGES, 1), (1, NUM_PAGES), (-NUM_PAGES - 1, 1)])
+def test_a_copy_that_fails_leaves_no_layer_under_way(
+    batch: MemmoveBatch | None, page: int, slot: int
+) -> None:
     lane = NotingLane()
-    memory = CopiedMemory(torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), lane)
-    body = np.zeros(PAGE_BYTES, np.uint8)
+    memory = CopiedMemory(torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8), lane, batch)
+    bodies = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
+    load = LayeredLoad(NUM_LAYERS)
     with pytest.raises(IndexError):
-        memory.write_layers(iter([(1, body), (NUM_PAGES, body)]), LayeredLoad(NUM_LAYERS))
+        memory.write_layers(Incoming(bodies, [([1], [1]), ([2, page], [2, slot])]), load)
     assert lane.log[-1] == "finish"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvtiers.device_memory import Body, Wait
+from kvtiers.device_memory import Body, Incoming, Wait
 from kvtiers.host_pool import HostPool, PageName, PoolShape
 from kvtiers.keys import ObjectKeys
 from kvtiers.layered_load import LayeredLoad
@@ -74,7 +74,7 @@ class FakeDevice:
         self._enter(f"write {drawn}")
         return self.wait(drawn)
 
-    def write_layers(self, pages: Iterable[tuple[int, Body]], load: LayeredLoad) -> None:
+    def write_layers(self, pages: Incoming, load: LayeredLoad) -> None:
         wait = self.write(pages)
         if wait is not None:
             wait()
