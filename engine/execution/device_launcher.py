@@ -3,8 +3,8 @@
 
 A step of decode rows alone is two captured graphs, one of its padded size each: forward, then
 sample, so that a grammar's mask may arrive in between. A step with prefill rows runs the same
-model eagerly, or in captured pieces (prefill_pieces.py). Sampled ids stay on the device; the host
-waits for an event, elsewhere.
+model eagerly, or in captured pieces (prefill_pieces.py); decode rows beside a short prefill keep to
+their graph (rows_apart.py). Sampled ids stay on the device; the host waits for an event, elsewhere.
 
 Safety of the graphs: padding rows use a slot and a page of their own (the sentinels) and have no
 KV; the tail of every buffer is rewritten each step; ids are clamped to the vocabulary on the
@@ -44,6 +44,7 @@ from engine.execution.device_sampler import (
 from engine.execution.graphs import GraphSet
 from engine.execution.host_ring import HostRing
 from engine.execution.prefill_pieces import PrefillPieces
+from engine.execution.rows_apart import are_better_apart, part_rows, places_apart
 from engine.execution.steps import Step, StepResult
 from engine.models.model import DraftingModel, PagedModel, PiecewiseModel, StepRows
 from engine.sampling.params import SampleBatch, Sampled
@@ -120,7 +121,8 @@ class DeviceLauncher:
         self._page_table = ints(slots, limits.table_width) + limits.sentinel_page
         self._next_ids = ints(sample_slots)
         self._masks = ints(sample_slots, -(-vocab // 32)) - 1
-        self._logits = torch.zeros(limits.max_rows, vocab, device=device)
+        # Behind the rows of decode graphs: those of prefill rows that a step computes apart.
+        self._logits = torch.zeros(limits.max_rows + limits.max_slots, vocab, device=device)
         self._buckets = buckets_up_to(limits.max_rows)
         self._decode_inputs = {size: ints(NUM_COLUMNS, size) for size in self._buckets}
         self._params = {
@@ -234,20 +236,31 @@ class DeviceLauncher:
     def _forward(self, batch: ForwardBatch) -> Places:
         """Compute logits of the sampled rows; where each lies in the logits buffer."""
         lens = batch.row_indptr.diff()
-        num_rows, num_samples = lens.shape[0], batch.sample_rows.shape[0]
+        num_samples = batch.sample_rows.shape[0]
         is_longer = lens != 1
         self._mixed_rows = None
         if not bool(is_longer.any()):
             for load in batch.loads:  # a graph waits for nothing inside
                 load.wait_all()
-            size = self._bucket(num_rows)
-            self._fill_decode(batch, size, num_rows)
-            self._graphs.run(("forward", size), partial(self._decode, size))
+            self._decode_batch(batch)
             return batch.sample_rows.numpy().astype(np.int64)
         num_prefill = int(is_longer.nonzero()[-1]) + 1
+        if self._drafting is None and are_better_apart(batch, num_prefill):
+            prefill, decode = part_rows(batch, num_prefill)
+            self._decode_batch(decode)
+            logits, first = self._mixed(prefill, num_prefill), self._limits.max_rows
+            self._logits[first : first + logits.shape[0]] = logits
+            return places_apart(batch.sample_rows, num_prefill, first)
         logits = self._mixed(batch, num_prefill)
         self._logits[:num_samples] = logits
         return np.arange(num_samples)
+
+    def _decode_batch(self, batch: ForwardBatch) -> None:
+        """Rows of one token; logits of row i come to lie at i."""
+        num_rows = batch.row_slots.shape[0]
+        size = self._bucket(num_rows)
+        self._fill_decode(batch, size, num_rows)
+        self._graphs.run(("forward", size), partial(self._decode, size))
 
     def _fill_decode(self, batch: ForwardBatch, size: int, num_rows: int) -> None:
         columns = self._ring.ints((NUM_COLUMNS, size))
