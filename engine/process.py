@@ -9,6 +9,7 @@ Ready means: it answers on its socket. Does not know: what steps do, the applian
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -69,6 +70,9 @@ def run_engine(config: EngineConfig, keeper: Keeper | None = None) -> int:
     """
     set_thread_environment(config)
     server = _build(config, keeper or Keeper())
+    # What the start has made stays: no later collection of garbage has to walk over it.
+    gc.collect()
+    gc.freeze()
     _stop_on_signals(server, config.drain_s)
     logger.info("engine ready: socket=%s instance=%s", config.socket_path, server.instance_id)
     try:
