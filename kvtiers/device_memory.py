@@ -127,11 +127,11 @@ class CopiedMemory:
     def __init__(self, pages: torch.Tensor, lane: Lane, batch: BatchCopy | None = None) -> None:
         self._pages = pages
         self._lane = lane
-        self._by_layers = LayerCopies(pages, lane, batch)
+        self.by_layers = LayerCopies(pages, lane, batch)
 
     @property
     def layers_by(self) -> str:
-        return self._by_layers.name
+        return self.by_layers.name
 
     def read(self, pages: Sequence[int], into: Bodies) -> None:
         """Asynchronous copies, then one wait."""
@@ -152,7 +152,7 @@ class CopiedMemory:
 
     def write_layers(self, pages: Incoming, load: LayeredLoad) -> None:
         """Asynchronous copies of some layers each, one call for those of many pages."""
-        self._by_layers.write(pages, load)
+        self.by_layers.write(pages, load)
 
 
 class GatheredMemory:

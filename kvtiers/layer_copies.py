@@ -34,25 +34,37 @@ class LayerCopies:
     Args:
         pages: uint8 [num_pages, page_bytes] on the device.
         batch: None: torch copies, one call of its own for each piece.
+        first_bytes, most_bytes: of a page, in the first batches and in those behind them.
     """
 
-    def __init__(self, pages: torch.Tensor, lane: Lane, batch: BatchCopy | None) -> None:
-        self._pages = pages
-        self._lane = lane
+    def __init__(
+        self,
+        pages: torch.Tensor,
+        lane: Lane,
+        batch: BatchCopy | None,
+        *,
+        first_bytes: int | None = None,
+        most_bytes: int | None = None,
+    ) -> None:
+        self.pages = pages
+        self.lane = lane
         self._rows = Rows(pages.data_ptr(), pages.shape[0], pages.stride(0), pages.shape[1])
-        self._batch = batch
+        self.batch = batch
+        self._first_bytes = first_bytes or FIRST_PIECE_BYTES
+        self._most_bytes = most_bytes or PIECE_BYTES
         self._is_proved = False  # the batch; until then the driver may say that it has none
 
     @property
     def name(self) -> str:
         """What copies."""
-        return "torch" if self._batch is None else self._batch.name
+        return "torch" if self.batch is None else self.batch.name
 
     def write(self, pages: Incoming, load: LayeredLoad) -> None:
         """As `DeviceMemory.write_layers` says."""
-        layer_bytes = self._pages.shape[1] // load.num_layers
-        first_bytes = FIRST_PIECE_BYTES if self._can_batch(pages.bodies) else PIECE_BYTES
-        runs = layer_groups(load.num_layers, layer_bytes, first_bytes, PIECE_BYTES)
+        layer_bytes = self.pages.shape[1] // load.num_layers
+        most = self._most_bytes
+        first = self._first_bytes if self._can_batch(pages.bodies) else most
+        runs = layer_groups(load.num_layers, layer_bytes, first, most)
         pieces = [slice(run.start * layer_bytes, run.stop * layer_bytes) for run in runs]
         window = Window(UNDER_WAY_BYTES)
         try:
@@ -60,17 +72,17 @@ class LayerCopies:
             for targets, slots in pages.parts:
                 drawn.append((np.array(targets, np.int64), np.array(slots, np.int64)))
                 self._copy(*drawn[-1], pages.bodies, pieces[0], window)
-            load.arrived(runs[0].stop, self._lane.fence())
+            load.arrived(runs[0].stop, self.lane.fence())
             into, out_of = (np.concatenate(parts) for parts in zip(*drawn, strict=True))
             for run, piece in zip(runs[1:], pieces[1:], strict=True):
                 self._copy(into, out_of, pages.bodies, piece, window)
-                load.arrived(run.stop, self._lane.fence())
+                load.arrived(run.stop, self.lane.fence())
         finally:  # whoever hears of a failed move gives its page to somebody else
-            self._lane.finish()
+            self.lane.finish()
 
     def _can_batch(self, bodies: NDArray[np.uint8]) -> bool:
         """A region is pinned whole, or not: one address stands for all."""
-        return self._batch is not None and self._batch.is_pinned(bodies.ctypes.data)
+        return self.batch is not None and self.batch.is_pinned(bodies.ctypes.data)
 
     def _copy(
         self,
@@ -90,23 +102,23 @@ class LayerCopies:
             window.make_room(num_bytes)
             if not is_batch or not self._copy_batch(pages[some], slots[some], bodies, piece):
                 self._copy_each(pages[some], slots[some], bodies, piece)
-            window.note(num_bytes, self._lane.mark())
+            window.note(num_bytes, self.lane.mark())
 
     def _copy_batch(
         self, pages: Indices, slots: Indices, bodies: NDArray[np.uint8], piece: slice
     ) -> bool:
         """One call; False: the driver has none such."""
-        if self._batch is None:
+        if self.batch is None:
             return False
         sources = Rows(bodies.ctypes.data, len(bodies), bodies.strides[0], bodies.shape[1])
         into, out_of = self._rows.addresses(pages, piece), sources.addresses(slots, piece)
         try:
-            self._batch(into, out_of, piece.stop - piece.start, self._lane.handle)
+            self.batch(into, out_of, piece.stop - piece.start, self.lane.handle)
         except CopyRefusedError as error:
             if self._is_proved or not error.is_unfit:
                 raise
             logger.warning("pages are copied one by one: no batches (%s)", error)
-            self._batch = None
+            self.batch = None
             return False
         self._is_proved = True
         return True
@@ -116,7 +128,7 @@ class LayerCopies:
     ) -> None:
         """A call for each, but only one without the interpreter's lock."""
         whole = torch.from_numpy(bodies)
-        targets = [self._pages[page, piece] for page in pages.tolist()]
+        targets = [self.pages[page, piece] for page in pages.tolist()]
         sources = [whole[slot, piece] for slot in slots.tolist()]
-        with self._lane.entered():
+        with self.lane.entered():
             torch._foreach_copy_(targets, sources, non_blocking=True)

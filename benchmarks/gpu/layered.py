@@ -4,11 +4,15 @@
     python -m benchmarks.gpu.layered [--weights nvfp4] [--rounds 5]
     python -m benchmarks.gpu.layered --dry                     on a CPU, tiny
 
-Prints JSON lines. `load_back`: all pages of a 64K context, as one load after the other and by
-layers, in GB/s and as a share of the link's rate (bar: 0.80); by layers also when the first group
-was there. `first_token`: a live engine, without HTTP, asked for 800 tokens behind a context that
-lies in L1, or in L2 with `engine.tiers.overlap_loads` off and on (bar: 110 ms). Exit status 1 where
-bytes or tokens differ from those of L1, or where pages did not come the way that was asked for.
+Prints JSON lines. `look`: what it takes to look at the header of a page. `load_back`: all pages of
+a 64K context, one after the other and by layers, in GB/s and as a share of the link's rate (bar:
+0.80); by layers also what copied them (`copies`), how many layers were there (`layers`) after how
+many milliseconds (`group_ms`), and how long the calls took that queued them (`calls_ms`).
+`first_token`: a live engine, without HTTP, asked for 800 tokens behind a context that lies in L1,
+or in L2 with `engine.tiers.overlap_loads` off and on (bar: 110 ms). At the end `load_back` by
+layers again, with `trial`: torch's copies, pieces of other sizes, the driver's other flag. Exit
+status 1 where bytes or tokens differ from those of L1, or where pages did not come the way that was
+asked for.
 """
 
 from __future__ import annotations
@@ -28,81 +32,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.page_moves import CONTEXT_LEN, LINK_BYTES, PAGE_SIZE, Tiers, link_rates, wait
+from benchmarks.gpu.layered_loads import Differs, LoadBench
+from benchmarks.gpu.page_moves import CONTEXT_LEN
 from benchmarks.gpu.shapes import write_shape
 from benchmarks.gpu.steps import tiny_runner
 from engine.client import EngineClient
 from engine.config import EngineConfig, TiersConfig
 from engine.execution.model_runner import build_model_runner
 from engine.transport import pack_ids
-from kvtiers.layered_load import LayeredLoad
-from kvtiers.transfer import MoveKind
 from tests.fakes.live_engine import Collected, LiveEngine, make_request
 
 NEW_TOKENS = 800
 OUTPUT_TOKENS = 8
-
-
-class Differs(SystemExit):
-    """What came is not what was sent."""
-
-
-def load_layers(tiers: Tiers, device: torch.device, *, looks: bool) -> tuple[float, float, Any]:
-    """Seconds until the first group is there and until all is; if it `looks`, sums of the layers
-    as a reader sees them that waits for each (which takes time of its own)."""
-    load = LayeredLoad(tiers.layout.num_layers)
-    seen = []
-    wait(device)
-    start_s = time.perf_counter()
-    tiers.engine.load_layers(tiers.moves(MoveKind.LOAD_BACK), load)
-    load.wait(0)
-    wait(device)
-    first_s = time.perf_counter() - start_s
-    for layer in range(tiers.layout.num_layers if looks else 0):
-        load.wait(layer)
-        seen.append(tiers.l1.kv[:, layer].float().sum())
-    if not tiers.engine.wait_idle(60):
-        raise RuntimeError("the load does not end")
-    all_s = time.perf_counter() - start_s
-    if not all(ack.ok for ack in tiers.engine.take_acks()):
-        raise Differs("a page was lost")
-    return first_s, all_s, torch.stack(seen).cpu() if looks else None
-
-
-def bench_loads(device: torch.device, *, is_small: bool) -> Iterator[dict[str, Any]]:
-    """Lines of one load of everything, both ways."""
-    link = link_rates(device, LINK_BYTES >> (5 if is_small else 0))["load_back"]
-    yield {"case": "link", "kind": "load_back", "gb_s": round(link, 2)}
-    tiers = Tiers(device, (1024 if is_small else CONTEXT_LEN) // PAGE_SIZE, by_kernel=False)
-    tiers.l1.kv.random_(-8, 8)
-    before = tiers.l1.kv.clone()
-    want = torch.stack([before[:, i].float().sum() for i in range(tiers.layout.num_layers)]).cpu()
-    wait(device)
-    tiers.move(MoveKind.WRITE_BACK)
-    for way in ("pages", "layers"):
-        times, firsts = [], []
-        for number in range(6):
-            tiers.l1.kv.zero_()
-            wait(device)
-            start_s = time.perf_counter()
-            if way == "pages":
-                tiers.move(MoveKind.LOAD_BACK)
-                times.append(time.perf_counter() - start_s)
-            else:
-                first_s, all_s, seen = load_layers(tiers, device, looks=number == 0)
-                if number == 0 and not torch.equal(seen, want):
-                    raise Differs("a layer was read before it was there")
-                times.append(all_s)
-                firsts.append(first_s)
-            wait(device)
-            if not torch.equal(tiers.l1.kv, before):
-                raise Differs(f"by {way}: bytes differ")
-        gb_s = tiers.num_bytes / min(times) / 1e9
-        line = {"case": "load_back", "way": way, "mib": tiers.num_bytes >> 20}
-        line |= {"gb_s": round(gb_s, 2), "share_of_link": round(gb_s / link, 3)}
-        line["ms"] = round(min(times) * 1e3, 2)
-        yield {**line, "first_group_ms": round(min(firsts) * 1e3, 2)} if firsts else line
-    tiers.close()
 
 
 class Context:
@@ -240,12 +181,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     device = torch.device("cpu" if args.dry else "cuda")
-    for line in bench_loads(device, is_small=args.dry):
+    loads = LoadBench(device, is_small=args.dry)
+    for line in loads.lines():
         print(json.dumps(line), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         weights = "bf16" if args.dry else args.weights
         for line in bench_turns(Path(folder), args.rounds, weights, is_small=args.dry):
             print(json.dumps(line), flush=True)
+    for line in loads.trials():
+        print(json.dumps(line), flush=True)
+    loads.close()
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ class Tiers:
         if device.type == "cuda":
             self.l2.region.pin()
         slots = self.l2.bodies if by_kernel else None
-        memory = device_memory(self.l1.kv, self.layout.page_bytes, slots=slots)
-        self.engine = TransferEngine(memory, self.l2, None, lambda: None, checks_bodies=False)
+        self.memory = device_memory(self.l1.kv, self.layout.page_bytes, slots=slots)
+        self.engine = TransferEngine(self.memory, self.l2, None, lambda: None, checks_bodies=False)
 
     @property
     def num_bytes(self) -> int:

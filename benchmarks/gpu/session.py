@@ -38,6 +38,7 @@ PREFILL_TESTS = (
     "tests/kernels/test_mla_prefill.py tests/kernels/test_gpu_kernels.py"
     " tests/engine/test_gpu_engine.py"
 )
+LOAD_TESTS = "tests/kvtiers/test_gpu_transfer.py"
 STEPS = "-m benchmarks.gpu.steps --only decode --steps 100"
 TINY_STEPS = "-m benchmarks.gpu.steps --shape tiny --weights bf16 --steps 3 --max-slots 4"
 SERVER = "-m benchmarks.gpu.engine --cases 1x65536x4,8x32768x5,16x65536x4"
@@ -50,6 +51,8 @@ TINY_PREFILL = f"{TINY_STEPS} --only prefill"
 COLD = "-m benchmarks.gpu.steps --only cold"
 LAUNCHES = "--no-prefill-graphs"
 SUMS = "moe_w4=triton_combined"
+SHORT_TESTS = "tests/engine/test_gpu_short_prefill.py"
+EXPANDED = "mla_prefill_form=expanded"
 # Where a prefill's cost to streams shows: turns that come apart, over HTTP.
 TURNS = "-m benchmarks.gpu.engine --cases 1x65536x4,8x32768x5 --trace"
 TINY_TURNS = f"{TINY_SERVER} --trace"
@@ -135,6 +138,13 @@ PARTS = (
         dry=TINY_TIERS,
     ),
     Part(
+        name="layered_tests",
+        half="second",
+        limit_s=100,
+        command=f"-m pytest {TESTS} {LOAD_TESTS}",
+        dry=f"-m pytest {TESTS} {LOAD_TESTS}",
+    ),
+    Part(
         name="layered",
         half="second",
         limit_s=150,
@@ -189,6 +199,41 @@ PARTS = (
         limit_s=90,
         command=f"{COLD} --kv-dtype bf16",
         dry=f"{TINY_STEPS} --only cold",
+    ),
+    Part(
+        name="short_tests",
+        half="short",
+        limit_s=120,
+        command=f"-m pytest {TESTS} {SHORT_TESTS}",
+        dry=f"-m pytest {TESTS} {SHORT_TESTS}",
+    ),
+    Part(
+        name="short_forms",
+        half="short",
+        limit_s=90,
+        command="-m benchmarks.gpu.prefill --only forms",
+        dry=f"{TINY_PREFILL} --kernels mla_prefill_form=absorbed",
+    ),
+    Part(
+        name="short_bf16",
+        half="short",
+        limit_s=90,
+        command=f"{PREFILL} --kv-dtype bf16",
+        dry=TINY_PREFILL,
+    ),
+    Part(
+        name="short_fp8",
+        half="short",
+        limit_s=90,
+        command=f"{PREFILL} --kv-dtype fp8",
+        dry=TINY_PREFILL,
+    ),
+    Part(
+        name="short_bf16_expanded",
+        half="short",
+        limit_s=90,
+        command=f"{PREFILL} --kv-dtype bf16 --kernels {EXPANDED}",
+        dry=f"{TINY_PREFILL} --kernels {EXPANDED}",
     ),
     Part(
         name="turns_bf16",

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -143,3 +145,47 @@ def test_no_slot_and_no_memory_are_refused() -> None:
         open_pool(shape=PoolShape(num_slots=0, page_bytes=LAYOUT.page_bytes, page_size=4))
     with open(os.devnull, "rb") as file, pytest.raises(TierConfigError, match="l2 region"):
         HostRegion(4096, file.fileno())
+
+
+@pytest.mark.parametrize("num", [0, 3, 8, 40])
+def test_many_slots_are_looked_at_as_one_is(num: int) -> None:
+    """Whole, another's, never filled, begun anew, damaged, and in doubt with a body that is bad."""
+    pool = open_pool(shape=PoolShape(num_slots=40, page_bytes=LAYOUT.page_bytes, page_size=4))
+    for slot in range(40):
+        if slot % 7 != 3:
+            fill(pool, slot, name_of(slot + 1))
+    for slot in range(0, 40, 7):
+        pool.slot(slot)[slot] ^= 4  # within the header
+    pool.begin(11)
+    pool.body(12)[9] ^= 1
+    pool.body(13)[9] ^= 1
+    for slot in (13, 15):
+        pool.doubt(slot)
+    slots = [(5 * at + 1) % 40 for at in range(num)]
+    hashes = [bytes([slot + 1 if slot % 9 else 77]) * 16 for slot in slots]
+    bad = {3, 10, 17, 24, 31, 38} | set(range(0, 40, 7)) | {11, 13} | set(range(0, 40, 9))
+    assert pool.which_hold(slots, hashes) == [slot not in bad for slot in slots]
+
+
+def test_a_slot_in_doubt_is_summed_up_once() -> None:
+    pool = open_pool(shape=PoolShape(num_slots=9, page_bytes=LAYOUT.page_bytes, page_size=4))
+    for slot in range(9):
+        fill(pool, slot, name_of(slot + 1))
+    slots, hashes = list(range(9)), [bytes([slot + 1]) * 16 for slot in range(9)]
+    pool.doubt(4)
+    assert all(pool.which_hold(slots, hashes))
+    pool.body(4)[0] ^= 1  # nobody says so: headers alone are read
+    assert all(pool.which_hold(slots, hashes))
+
+
+def test_a_pool_that_nobody_holds_is_gone_at_once() -> None:
+    """Its memory is gigabytes: it does not wait for the collector of cycles."""
+    pool = open_pool()
+    fill(pool, 0, name_of(1))
+    watch = weakref.ref(pool)
+    gc.disable()
+    try:
+        del pool
+        assert watch() is None
+    finally:
+        gc.enable()

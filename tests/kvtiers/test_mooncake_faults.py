@@ -8,16 +8,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from appliance.children import MooncakeSettings
 from kvtiers.breaker import BreakerLimits, BreakerState, BreakerStore
-from kvtiers.mooncake_store import MooncakeLimits, MooncakeStore
+from kvtiers.mooncake_library import check_answers
+from kvtiers.mooncake_store import RENEW_S, MooncakeLimits, MooncakeStore
 from kvtiers.objects import HEADER_BYTES, object_bytes, seal
 from kvtiers.store import StoreState
 from tests.fakes import mooncake_writer
+from tests.fakes.clock import FakeClock
 from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
 from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES, blank, chain, page, pages, read
 
@@ -100,6 +104,78 @@ def test_a_process_stopped_costs_misses_until_it_goes_on(
     finally:
         os.kill(machine.children.pids[name], signal.SIGCONT)
     _comes_back(machine, guarded)
+
+
+def test_a_set_up_with_an_owner_that_hangs_stops_nobody(
+    machine: MooncakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library would hold the interpreter lock for 30 s: another process tries it first."""
+    monkeypatch.setattr(
+        "kvtiers.mooncake_client.check_answers", partial(check_answers, timeout_s=1)
+    )
+    machine.shared()
+    owner = machine.children.pids["mooncake_client"]
+    os.kill(owner, signal.SIGSTOP)
+    try:
+        store = MooncakeStore(machine.endpoints, LAYOUT, object_bytes(PAGE_BYTES))
+        assert store.status().state is StoreState.DOWN
+        assert "takes a connection and answers nothing" in store.status().reason
+    finally:
+        os.kill(owner, signal.SIGCONT)
+        monkeypatch.undo()
+    machine.wait(lambda: store.probe(["ns/none"]) == 0 and store.status().state is StoreState.UP)
+    store.close()
+
+
+class LostClient:
+    """A connection that works, or whose owner has forgotten it: the library never says why."""
+
+    made: ClassVar[list[LostClient]] = []
+
+    def __init__(self, address: str, slot_bytes: int, num_slots: int) -> None:
+        self.address = address
+        self.is_lost = False
+        self.is_closed = False
+        self.num_stuck = 0
+        self.made.append(self)
+
+    def exist(self, keys: list[str], timeout_s: float) -> list[int]:
+        return [-900 if self.is_lost else 0 for _ in keys]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_connection_that_fails_for_good_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a master that stood still for seconds: the owner kept the client's old memory, and
+    refused the same memory ever after, while the library tried again with it."""
+    monkeypatch.setattr("kvtiers.mooncake_store.MooncakeClient", LostClient)
+    monkeypatch.setattr(LostClient, "made", [])
+    endpoints = tmp_path / "mooncake.json"
+    endpoints.write_text('{"owner": "127.0.0.1:1"}')
+    clock = FakeClock()
+    store = MooncakeStore(endpoints, LAYOUT, object_bytes(PAGE_BYTES), now_s=lambda: clock() / 1000)
+    (first,) = LostClient.made
+    first.is_lost = True
+    assert store.probe(KEYS) == 0
+    clock.advance(1000 * RENEW_S - 1)
+    store.probe(KEYS)
+    assert not first.is_closed, "the library may find its owner again by itself"
+    first.is_lost = False
+    store.probe(KEYS)
+    first.is_lost = True
+    store.probe(KEYS)
+    clock.advance(1000 * RENEW_S - 1)
+    store.probe(KEYS)
+    assert not first.is_closed, "it has worked meanwhile"
+    clock.advance(1)
+    store.probe(KEYS)
+    assert first.is_closed and store.status().state is StoreState.DOWN
+    store.probe(KEYS)
+    assert len(LostClient.made) == 2
+    assert (store.status().state, store.status().counters["connects"]) == (StoreState.UP, 2)
 
 
 def test_kill_9_of_a_writer_in_mid_write_leaves_what_it_put(machine: MooncakeMachine) -> None:

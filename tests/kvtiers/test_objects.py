@@ -6,11 +6,20 @@ from __future__ import annotations
 import random
 import struct
 
+import numpy as np
 import pytest
 import xxhash
 
 from kvtiers.errors import StoreCallError
-from kvtiers.objects import HEADER_BYTES, is_sealed_for, object_bytes, seal, verify
+from kvtiers.objects import (
+    HEADER_BYTES,
+    are_sealed_for,
+    is_sealed_for,
+    key_hash,
+    object_bytes,
+    seal,
+    verify,
+)
 
 _LAYOUT = "0123456789abcdef" * 2
 _KEY = "namespace/ab/abcdef"
@@ -81,3 +90,37 @@ def test_what_can_hold_no_page_is_refused() -> None:
         seal(memoryview(bytearray(2000))[::2], _KEY, _LAYOUT)
     with pytest.raises(StoreCallError, match="layout_fingerprint = 'zz'"):
         seal(memoryview(bytearray(2000)), _KEY, "zz")
+
+
+def test_many_headers_are_told_apart_as_one_is() -> None:
+    """Every bit of a header flipped, once as it is and once under a sum that is right again."""
+    whole = _sealed()
+    blobs = [whole, _sealed(key=_KEY + "0"), _sealed(layout=_LAYOUT[::-1]), _sealed(b"page" * 249)]
+    blobs.append(bytearray(len(whole)))
+    for bit in range(8 * HEADER_BYTES):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        blobs.append(flipped)
+        if bit < 8 * 248:
+            total = xxhash.xxh3_64_intdigest(bytes(flipped[:248]))
+            blobs.append(flipped[:248] + struct.pack("<Q", total) + flipped[256:])
+    headers = np.array([list(blob[:HEADER_BYTES]) for blob in blobs], np.uint8)
+    hashes = [key_hash(_KEY)] * len(blobs)
+    got = are_sealed_for(headers, hashes, _LAYOUT, len(whole) - HEADER_BYTES)
+    # One blob is shorter: of a slot the length is known, of a blob alone it is its own.
+    want = [
+        len(one) == len(whole) and is_sealed_for(memoryview(one), _KEY, _LAYOUT) for one in blobs
+    ]
+    assert got.tolist() == want
+    # The body's sum and the zeros behind it are no part of what is asked.
+    assert sum(want) == 1 + 8 * (8 + 192)
+
+
+def test_each_header_is_held_against_its_own_key() -> None:
+    blobs = [_sealed(key=f"key {number}") for number in range(20)]
+    headers = np.array([list(blob[:HEADER_BYTES]) for blob in blobs], np.uint8)
+    asked = [0, 1, 3, 2, *range(4, 19), 0]
+    hashes = [key_hash(f"key {number}") for number in asked]
+    got = are_sealed_for(headers, hashes, _LAYOUT, len(blobs[0]) - HEADER_BYTES)
+    assert got.tolist() == [at == number for at, number in enumerate(asked)]
+    assert are_sealed_for(headers[:0], [], _LAYOUT, 8).tolist() == []
