@@ -8,6 +8,8 @@ tokens and heads) would fill a quarter of a 64-row tile: S^T = K Q^T and O^T = V
 and shared memory where the plain form costs 2176, and Q takes 18 KB instead of 72. That room holds
 two bf16 tiles: one is computed with while the converting warpgroup fills the other from e4m3, with
 five integer or half-precision instructions for two numbers (value and scale are exact in bf16).
+Rope parts come two tiles ahead as well: one buffer for them would be asked for only when its last
+tile had been scored, and a tile would wait out the memory's latency.
 Gluon has no interpreter: checked against the reference on a GPU, compiled for sm_90 without one.
 """
 
@@ -78,6 +80,7 @@ def _produce(
     NUM_PARTS: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    ROPES: gl.constexpr,
 ):
     """The previous kernel writes q and this step's KV: nothing is loaded before its end."""
     record = plan + part * 8
@@ -108,10 +111,14 @@ def _produce(
                 tma.async_copy_global_to_shared(
                     coded_desc, [page * page_rows, g * 128], full, coded.index(stage * 4 + g)
                 )
-            mbarrier.wait(rope_empty, (step & 1) ^ 1)
-            mbarrier.expect(rope_full, 64 * TILE * 2)
+            at = step % ROPES
+            mbarrier.wait(rope_empty.index(at), ((step // ROPES) & 1) ^ 1)
+            mbarrier.expect(rope_full.index(at), 64 * TILE * 2)
             tma.async_copy_global_to_shared(
-                kv_rope_desc, [page * rope_page_rows, 0], rope_full, kv_rope
+                kv_rope_desc,
+                [page * rope_page_rows, 0],
+                rope_full.index(at),
+                kv_rope.index(at),
             )
             page = gl.load(pages + gl.minimum(j + 1, stop - 1))
             step += 1
@@ -239,6 +246,7 @@ def _compute(
     NUM_PARTS: gl.constexpr,
     ROWS_PAD: gl.constexpr,
     TILE: gl.constexpr,
+    ROPES: gl.constexpr,
 ):
     """Per tile: S^T, the online softmax down its columns, O^T."""
     ROWS: gl.constexpr = H * Q_LEN
@@ -260,7 +268,6 @@ def _compute(
     step = 0
     segment = 0
     zero = gl.zeros([TILE, N], gl.float32, layout=layout)
-    p_columns = p_tile.permute([1, 0])
     while remaining > 0:
         seq_len = gl.load(seq_lens + b)
         limit = seq_len - Q_LEN + 1 + rows // H
@@ -271,17 +278,24 @@ def _compute(
         mbarrier.wait(q_full, segment & 1)
         for j in range(tile, stop):
             here = step & 1
-            mbarrier.wait(rope_full, step & 1)
-            mbarrier.wait(kv_full.index(here), (step >> 1) & 1)
+            turn = (step >> 1) & 1
+            at_rope = here if ROPES == 2 else 0
+            rope = kv_rope.index(at_rope)
+            mbarrier.wait(rope_full.index(at_rope), turn if ROPES == 2 else here)
+            mbarrier.wait(kv_full.index(here), turn)
             k_lo = kv_lo.index(here)
             k_hi = kv_hi.index(here)
             s = hopper.warpgroup_mma(
-                kv_rope, q_rope.permute([1, 0]), zero, use_acc=False, is_async=True
+                rope, q_rope.permute([1, 0]), zero, use_acc=False, is_async=True
             )
             s = hopper.warpgroup_mma(k_lo, q_lo.permute([1, 0]), s, is_async=True)
             s = hopper.warpgroup_mma(k_hi, q_hi.permute([1, 0]), s, is_async=True)
             s = hopper.warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(rope_empty, count=1)
+            if ROPES == 1:
+                mbarrier.arrive(rope_empty.index(0), count=1)
+                p_columns = p_tile.permute([1, 0])
+            else:  # the scores' rope parts have been read by all warps once the maximum is known
+                p_columns = rope.slice(0, N, dim=0).permute([1, 0])
             if (j + 1) * TILE > seq_len - Q_LEN + 1:
                 s = gl.where((j * TILE + token)[:, None] < limit[None, :], s, float("-inf"))
             m_new = gl.maximum(m_i, gl.max(s, axis=0) * scale_log2)
@@ -298,6 +312,8 @@ def _compute(
             hi = hopper.warpgroup_mma(k_hi.permute([1, 0]), p_columns, hi, is_async=True)
             lo, hi = hopper.warpgroup_mma_wait(0, deps=[lo, hi])
             mbarrier.arrive(kv_empty.index(here), count=1)
+            if ROPES > 1:
+                mbarrier.arrive(rope_empty.index(at_rope), count=1)
             step += 1
         mbarrier.arrive(q_empty, count=1)
         l_i = gl.sum(sums, axis=0)
@@ -352,6 +368,7 @@ def mla_decode_fp8_kernel(
     ROWS_PAD: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    ROPES: gl.constexpr,
 ):
     """Program (part). Descriptors: q [rows, D + 64] in boxes of N rows by D / 2 or 64; kv bytes
     [rows, D], pages `page_rows` rows apart, in boxes of 64 by 128; rope [rows, 64] likewise."""
@@ -367,20 +384,25 @@ def mla_decode_fp8_kernel(
     coded = gl.allocate_shared_memory(gl.uint8, [STAGES * 4, TILE, 128], coded_desc.layout)
     kv_lo = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, HALF], bf16_tile)
     kv_hi = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, HALF], bf16_tile)
-    kv_rope = gl.allocate_shared_memory(gl.bfloat16, [TILE, 64], kv_rope_desc.layout)
-    p_tile = gl.allocate_shared_memory(gl.bfloat16, [N, TILE], bf16_tile)
+    kv_rope = gl.allocate_shared_memory(gl.bfloat16, [ROPES, TILE, 64], kv_rope_desc.layout)
+    # With two rope tiles P takes the place of the one just read: there is no room for a third.
+    if ROPES == 1:
+        p_tile = gl.allocate_shared_memory(gl.bfloat16, [N, TILE], bf16_tile)
+    else:
+        p_tile = kv_rope.index(0)
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    rope_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    rope_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    rope_full = gl.allocate_shared_memory(gl.int64, [ROPES, 1], mbarrier.MBarrierLayout())
+    rope_empty = gl.allocate_shared_memory(gl.int64, [ROPES, 1], mbarrier.MBarrierLayout())
     coded_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     coded_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     kv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=1)
-    mbarrier.init(rope_full, count=1)
-    mbarrier.init(rope_empty, count=1)
+    for i in gl.static_range(ROPES):
+        mbarrier.init(rope_full.index(i), count=1)
+        mbarrier.init(rope_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(coded_full.index(i), count=1)
         mbarrier.init(coded_empty.index(i), count=1)
@@ -420,6 +442,7 @@ def mla_decode_fp8_kernel(
                     NUM_PARTS,
                     ROWS_PAD,
                     TILE,
+                    ROPES,
                 ),
             ),
             (
@@ -476,10 +499,11 @@ def mla_decode_fp8_kernel(
                     NUM_PARTS,
                     TILE,
                     STAGES,
+                    ROPES,
                 ),
             ),
         ],
         [4, 1],
-        [152, 24],
+        [152, 32],
     )
     gdc_launch_dependents()

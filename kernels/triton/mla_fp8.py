@@ -17,6 +17,9 @@ from kernels.signature import CallSignature
 from kernels.triton.boxes import boxes
 from kernels.triton.mla import LOG2_E, TILE, merge, refuse_shapes
 
+# With one, a tile waits for its rope part from memory while nothing else is done.
+ROPE_TILES = 2
+
 
 def refuse_fp8(call: CallSignature) -> str | None:
     if call.trait("query_rows") not in range(1, 33):
@@ -73,6 +76,7 @@ def attend_fp8(
     rows = workspace.q_len * workspace.num_heads
     num_columns = 16 if rows <= 16 else 32
     stages = 2 if num_columns == 16 else 1  # what shared memory has room for
+    ropes = ROPE_TILES if num_columns == 16 else 1
     width = q.shape[-1]
     planes = latent_planes(kv_pool_layer, latent_dim, width - latent_dim)
     last_page = kv_pool_layer.shape[0] - 1
@@ -107,6 +111,7 @@ def attend_fp8(
         ROWS_PAD=workspace.num_blocks * TILE_ROWS,
         TILE=TILE,
         STAGES=stages,
+        ROPES=ropes,
         num_warps=4,
         launch_pdl=pdl,
     )

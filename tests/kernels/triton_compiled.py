@@ -220,17 +220,16 @@ def dense_rows() -> Any:
     return compile_one(dense_rows_kernel, constants, warps=4)
 
 
-def _mla_fp8(kernel: Any, stages: int) -> Any:
-    constants = dict(H=16, Q_LEN=1, N=16, D=512, NUM_PARTS=132, ROWS_PAD=64, TILE=64, STAGES=stages)
-    boxes = {"q_lo_desc": (16, 256), "q_rope_desc": (16, 64)}
-    return compile_one(kernel, constants, warps=4, gluon=True, boxes=boxes)
-
-
-def mla_fp8() -> Any:
-    """One query token of 16 heads over fp8 planes."""
+def mla_fp8(query_tokens: int = 1) -> Any:
+    """One query token of 16 heads over fp8 planes, or two."""
     from kernels.triton.mla_decode_fp8 import mla_decode_fp8_kernel
 
-    return _mla_fp8(mla_decode_fp8_kernel, 2)
+    rows = 16 * query_tokens
+    room = 2 if query_tokens == 1 else 1
+    constants = dict(H=16, Q_LEN=query_tokens, N=rows, D=512, NUM_PARTS=132, ROWS_PAD=64, TILE=64)
+    constants |= dict(STAGES=room, ROPES=room)
+    boxes = {"q_lo_desc": (rows, 256), "q_rope_desc": (rows, 64)}
+    return compile_one(mla_decode_fp8_kernel, constants, warps=4, gluon=True, boxes=boxes)
 
 
 _ROW = dict(PIECES=32, BLOCK=1024, STEPS=4)  # of 102,400 to 131,072 tokens
@@ -295,6 +294,7 @@ KERNELS = {
     "w4_rows": w4_rows,
     "dense_rows": dense_rows,
     "mla_fp8": mla_fp8,
+    "mla_fp8_of_two": lambda: mla_fp8(2),
     "mla_hopper": mla_hopper,
     "mla_portable": mla_portable,
     "gather_planes": gather_planes,
