@@ -66,7 +66,7 @@ def make_mla_workspace(
     device = torch.device(device)
     if num_processors is None:
         num_processors = 1
-        if device.type == "cuda":
+        if device.type != "cpu":
             num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     num_blocks = -(-num_heads * q_len // TILE_ROWS)
     num_parts = max(1, num_processors // num_blocks)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill kernels on the GPU: checked against the references, then timed beside their floors.
 
-    python -m benchmarks.gpu.prefill [--out FILE]
+    python -m benchmarks.gpu.prefill [--only forms] [--out FILE]
 
 MLA prefill of 16 heads (latent 512, rope 64, nope and value 128) and the W4 mixture of experts with
 many tokens, DeepSeek-V2-Lite shape. Does not know: models, steps.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.moe_bench import EXPERTS, HIDDEN, INTER, ROUTING, TOP_K, make_weights
+from benchmarks.gpu.prefill_layer import form_lines
 from benchmarks.gpu.timing import relative_error, time_calls_us
 from kernels.reference.mla_prefill import mla_prefill as reference_prefill
 from kernels.reference.moe import moe_w4 as reference_moe
@@ -195,36 +196,41 @@ def time_moe(weights: tuple[Any, Any], num_tokens: int) -> dict[str, Any]:
     }
 
 
+def lines_of(only: str | None) -> Iterator[dict[str, Any]]:
+    """Checks, then measurements."""
+    yield {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    if only == "forms":
+        yield from form_lines()
+        return
+    yield from check_prefill()
+    for past, new in (
+        (65536, 800),
+        (0, 2048),
+        (63488, 2048),
+        (61440, 4096),
+        (57344, 8192),
+        (0, 8192),
+    ):
+        yield time_prefill(past, new)
+    yield from form_lines()
+    yield from check_moe()
+    weights = make_weights("nvfp4")
+    for num_tokens in (128, 256, 512, 800, 1024, 2048, 4096, 8192):
+        yield time_moe(weights, num_tokens)
+
+
 def main() -> None:
     """Check, measure; one JSON line each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", choices=("forms",), help="both forms of short prefills alone")
     args = parser.parse_args()
     torch.manual_seed(0)
     lines: list[dict[str, Any]] = []
-
-    def emit(line: dict[str, Any]) -> None:
-        lines.append(line)
-        print(json.dumps(line), flush=True)
-
     with torch.inference_mode():
-        emit({"device": torch.cuda.get_device_name(), "torch": torch.__version__})
-        for line in check_prefill():
-            emit(line)
-        for past, new in (
-            (65536, 800),
-            (0, 2048),
-            (63488, 2048),
-            (61440, 4096),
-            (57344, 8192),
-            (0, 8192),
-        ):
-            emit(time_prefill(past, new))
-        for line in check_moe():
-            emit(line)
-        weights = make_weights("nvfp4")
-        for num_tokens in (128, 256, 512, 800, 1024, 2048, 4096, 8192):
-            emit(time_moe(weights, num_tokens))
+        for line in lines_of(args.only):
+            lines.append(line)
+            print(json.dumps(line), flush=True)
     if args.out:
         args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

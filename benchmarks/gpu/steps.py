@@ -39,6 +39,8 @@ from kvtiers.device_pool import DevicePool
 DECODE = ((1, 8192), (1, 65536), (8, 32768), (16, 8192), (16, 65536))
 # (new, cached), and the steps in which a cold prompt is computed
 PREFILL = (
+    (32, 65536),
+    (96, 65536),
     (800, 65536),
     (800, 8192),
     (2048, 0),

@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
+from benchmarks.gpu.prefill_layer import LayerSizes, PrefillLayers
+from engine.layers import mla_prefill as short_prefill
+from kernels.latent_planes import latent_planes
+from kernels.mla_workspace import make_mla_workspace
 from kernels.portable import mla_prefill_planes
 from kernels.reference.mla_prefill import mla_prefill as reference
 from kernels.reference.mla_prefill import mla_prefill_planes as reference_of_planes
+from kernels.selection import override
 from kernels.step_work import StepWork
-from kernels.triton import mla_prefill, mla_prefill_plan, mla_prefill_scratch
+from kernels.triton import mla, mla_layer, mla_prefill, mla_prefill_plan, mla_prefill_scratch
+from tests.fakes.attention_by_hand import attention_by_hand
 from tests.kernels.triton_decode_interpreted import planes_case
 from tests.kernels.triton_interpreted import relative_error
 
@@ -97,6 +105,44 @@ def check_planes(rows: list[tuple[int, int]], group: int, kept: int = 1 << 30) -
         assert rooms == [None, None]
 
 
+def check_short(specs: list[tuple[int, int]], kv: str, processors: int) -> None:
+    """Rows in absorbed form, by the kernels of decode steps; `processors` of a GPU share them."""
+    sizes = LayerSizes(
+        num_heads=3,
+        nope_dim=16,
+        rope_dim=16,
+        v_dim=24,
+        latent_dim=128,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    layers = PrefillLayers(specs, kv, sizes, 2)
+
+    def decode(*args: Any) -> torch.Tensor:
+        workspace = args[-1]
+        return mla.decode_portable(*args[:-1], workspace.latent_dim, workspace)
+
+    def expand(pool: torch.Tensor, latent: int, rope: int, table: torch.Tensor, *rest: Any) -> Any:
+        slots, lens, dtype, work = rest
+        pages = [-(-length // 64) for length in lens.tolist()]
+        planes = latent_planes(pool, latent, rope)
+        return mla_layer.mla_expand_pages(planes, table, slots, pages, dtype, work)
+
+    patched: dict[str, Any] = {
+        "mla_absorb": mla_layer.mla_absorb,
+        "mla_decode": decode,
+        "mla_expand_pages": expand,
+        "plan_mla_decode": mla.plan,
+        "make_mla_workspace": partial(make_mla_workspace, num_processors=processors),
+    }
+    work = StepWork()
+    with mock.patch.multiple(short_prefill, **patched), override("mla_prefill_form", "absorbed"):
+        for layer in (0, 1):
+            found = layers.run(layer, work)
+            error = relative_error(found, attention_by_hand(layers, layer))
+            assert error < 1e-5, error
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "cold": lambda: check([(0, 70)]),
     "rows_of_all_lengths": lambda: check([(0, 1), (5, 2), (63, 33), (128, 64), (10, 90)]),
@@ -105,6 +151,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "fp8_planes": lambda: check_planes([(100, 40), (0, 64), (7, 1)], 1 << 30),
     "fp8_planes_in_groups": lambda: check_planes([(70, 9)], 128 * 48 * 4 + 1),
     "large_keys_and_values_between_layers": lambda: check_planes([(70, 9)], 128 * 48 * 4 + 1, 0),
+    "short": lambda: check_short([(130, 3), (70, 20), (0, 9)], "plain", 7),
+    "short_beyond_one_launch": lambda: check_short([(600, 70)], "plain", 3),
+    "short_fp8_planes": lambda: check_short([(200, 12), (63, 2)], "fp8", 5),
     "heads_in_groups": lambda: check([(50, 20)], heads=3, expanded_bytes=96 * 48 * 4 + 1),
 }
 
