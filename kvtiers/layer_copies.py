@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 400 << 10
 FIRST_PIECE_BYTES = 144 << 10
 CALL_BYTES = 32 << 20  # of a batch: 0.6 ms of a link of 55 GB/s
-UNDER_WAY_BYTES = 128 << 20
+UNDER_WAY_BYTES = 192 << 20  # what the link has while the host is late: 3.6 ms
+# A copy counts as so much at least: a stream holds about a thousand operations that wait.
+LEAST_COPY_BYTES = 256 << 10
 
 
 class LayerCopies:
@@ -93,12 +95,12 @@ class LayerCopies:
         window: Window,
     ) -> None:
         """Queue one piece of each page, some at a time."""
-        piece_bytes = piece.stop - piece.start
+        copy_bytes = max(piece.stop - piece.start, LEAST_COPY_BYTES)
         is_batch = self._can_batch(bodies)
-        most = max(1, CALL_BYTES // piece_bytes)
+        most = max(1, CALL_BYTES // copy_bytes)
         for at in range(0, len(pages), most):
             some = slice(at, at + most)
-            num_bytes = len(pages[some]) * piece_bytes
+            num_bytes = len(pages[some]) * copy_bytes
             window.make_room(num_bytes)
             if not is_batch or not self._copy_batch(pages[some], slots[some], bodies, piece):
                 self._copy_each(pages[some], slots[some], bodies, piece)

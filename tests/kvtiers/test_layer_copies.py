@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtiers.batch_copy import CopyRefusedError
+from kvtiers.batch_copy import Addresses, CopyRefusedError
 from kvtiers.device_memory import CopiedMemory
 from kvtiers.host_pool import HostPool, PoolShape
 from kvtiers.keys import ObjectKeys
@@ -29,8 +29,9 @@ PAGE_BYTES = LAYERS * LAYER_BYTES
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("FIRST_PIECE_BYTES", 1), ("PIECE_BYTES", 3), ("CALL_BYTES", 5 * 3)):
-        monkeypatch.setattr(f"kvtiers.layer_copies.{name}", size * LAYER_BYTES)
+    sizes = {"FIRST_PIECE": 1, "PIECE": 3, "LEAST_COPY": 2, "CALL": 15, "UNDER_WAY": 32}
+    for name, size in sizes.items():
+        monkeypatch.setattr(f"kvtiers.layer_copies.{name}_BYTES", size * LAYER_BYTES)
 
 
 def test_addresses_are_those_of_each_byte_range() -> None:
@@ -97,7 +98,35 @@ def test_random_pages_come_whole_and_no_other_byte_changes(seed: int, way: str) 
         return
     assert sum(copies * size for copies, size, _ in batch.calls) == num * PAGE_BYTES
     assert all(copies * size <= 15 * LAYER_BYTES for copies, size, _ in batch.calls)
+    assert all(copies <= 7 for copies, _, _ in batch.calls), "a small copy counts for more"
     assert {stream for _, _, stream in batch.calls} == {lane.handle}
+
+
+class Counting(MemmoveBatch):
+    """Knows at each call how many of those before it have been waited for."""
+
+    def __init__(self, lane: NotingLane) -> None:
+        super().__init__()
+        self.lane = lane
+        self.waited: list[int] = []
+
+    def __call__(self, targets: Addresses, sources: Addresses, num_bytes: int, stream: int) -> None:
+        self.waited.append(self.lane.log.count("wait"))
+        super().__call__(targets, sources, num_bytes, stream)
+
+
+def test_copies_are_queued_no_further_ahead_than_the_window_allows() -> None:
+    lane = NotingLane()
+    batch = Counting(lane)
+    pages = torch.zeros(PAGES, PAGE_BYTES, dtype=torch.uint8)
+    bodies = np.zeros((SLOTS, PAGE_BYTES), np.uint8)
+    everyone = list(range(SLOTS))
+    copies = LayerCopies(pages, lane, batch)
+    copies.write(Incoming(bodies, [(everyone, everyone)]), LayeredLoad(LAYERS))
+    weights = [num * max(size, 2 * LAYER_BYTES) for num, size, _ in batch.calls]
+    under_way = [sum(weights[done : at + 1]) for at, done in enumerate(batch.waited)]
+    assert max(under_way) <= 32 * LAYER_BYTES
+    assert min(under_way[3:]) > 15 * LAYER_BYTES, "the link has its next call in time"
 
 
 def load_all(batch: MemmoveBatch, loads: int = 1) -> tuple[CopiedMemory, torch.Tensor, np.ndarray]:

@@ -120,6 +120,7 @@ def test_the_first_layers_of_all_pages_come_before_the_next(
     monkeypatch.setattr("kvtiers.layer_copies.PIECE_BYTES", 2 * LAYER_BYTES)
     monkeypatch.setattr("kvtiers.layer_copies.FIRST_PIECE_BYTES", LAYER_BYTES)
     monkeypatch.setattr("kvtiers.layer_copies.CALL_BYTES", 2 * LAYER_BYTES)
+    monkeypatch.setattr("kvtiers.layer_copies.LEAST_COPY_BYTES", LAYER_BYTES)
     rng = np.random.default_rng(1)
     bodies = rng.integers(1, 256, (NUM_PAGES, PAGE_BYTES), dtype=np.uint8)
     pages = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
