@@ -51,6 +51,42 @@ def _next_row(plan, b, remaining, NUM_PARTS: gl.constexpr):
 
 
 @gluon.jit
+def _load_tile(
+    coded_desc,
+    kv_rope_desc,
+    coded,
+    kv_rope,
+    coded_full,
+    coded_empty,
+    rope_full,
+    rope_empty,
+    page,
+    page_rows,
+    rope_page_rows,
+    step,
+    D: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROPES: gl.constexpr,
+):
+    """Wait until the buffers of tile `step` are free and fill them from a page."""
+    stage = step % STAGES
+    full = coded_full.index(stage)
+    mbarrier.wait(coded_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(full, D * TILE)
+    for g in gl.static_range(4):
+        tma.async_copy_global_to_shared(
+            coded_desc, [page * page_rows, g * 128], full, coded.index(stage * 4 + g)
+        )
+    at = step % ROPES
+    mbarrier.wait(rope_empty.index(at), ((step // ROPES) & 1) ^ 1)
+    mbarrier.expect(rope_full.index(at), 64 * TILE * 2)
+    tma.async_copy_global_to_shared(
+        kv_rope_desc, [page * rope_page_rows, 0], rope_full.index(at), kv_rope.index(at)
+    )
+
+
+@gluon.jit
 def _produce(
     q_lo_desc,
     q_rope_desc,
@@ -82,7 +118,8 @@ def _produce(
     STAGES: gl.constexpr,
     ROPES: gl.constexpr,
 ):
-    """The previous kernel writes q and this step's KV: nothing is loaded before its end."""
+    """Before the previous kernel's end (which writes q and this step's KV) only tiles of earlier
+    steps are loaded; plan, lengths and page table are older than that kernel (see mla.py)."""
     record = plan + part * 8
     b = gl.load(record)
     tile = gl.load(record + 1)
@@ -90,9 +127,33 @@ def _produce(
     num_tiles = gl.load(record + 3)
     slot = gl.load(record + 4)
     page = gl.load(record + 5)
+    settled = gl.load(record + 6)
     stop = gl.minimum(num_tiles, tile + remaining)
     step = 0
     segment = 0
+    pages = page_table + slot.to(gl.int64) * page_table_stride
+    first = gl.maximum(tile, gl.minimum(gl.minimum(stop, tile + ROPES), settled))
+    for j in range(tile, first):
+        _load_tile(
+            coded_desc,
+            kv_rope_desc,
+            coded,
+            kv_rope,
+            coded_full,
+            coded_empty,
+            rope_full,
+            rope_empty,
+            page,
+            page_rows,
+            rope_page_rows,
+            step,
+            D,
+            TILE,
+            STAGES,
+            ROPES,
+        )
+        page = gl.load(pages + gl.minimum(j + 1, stop - 1))
+        step += 1
     gdc_wait()
     while remaining > 0:
         pages = page_table + slot.to(gl.int64) * page_table_stride
@@ -102,34 +163,90 @@ def _produce(
         tma.async_copy_global_to_shared(q_rope_desc, [q_row, D], q_full, q_rope)
         tma.async_copy_global_to_shared(q_lo_desc, [q_row, 0], q_full, q_lo)
         tma.async_copy_global_to_shared(q_lo_desc, [q_row, D // 2], q_full, q_hi)
-        for j in range(tile, stop):
-            stage = step % STAGES
-            full = coded_full.index(stage)
-            mbarrier.wait(coded_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full, D * TILE)
-            for g in gl.static_range(4):
-                tma.async_copy_global_to_shared(
-                    coded_desc, [page * page_rows, g * 128], full, coded.index(stage * 4 + g)
-                )
-            at = step % ROPES
-            mbarrier.wait(rope_empty.index(at), ((step // ROPES) & 1) ^ 1)
-            mbarrier.expect(rope_full.index(at), 64 * TILE * 2)
-            tma.async_copy_global_to_shared(
+        for j in range(first, stop):
+            _load_tile(
+                coded_desc,
                 kv_rope_desc,
-                [page * rope_page_rows, 0],
-                rope_full.index(at),
-                kv_rope.index(at),
+                coded,
+                kv_rope,
+                coded_full,
+                coded_empty,
+                rope_full,
+                rope_empty,
+                page,
+                page_rows,
+                rope_page_rows,
+                step,
+                D,
+                TILE,
+                STAGES,
+                ROPES,
             )
             page = gl.load(pages + gl.minimum(j + 1, stop - 1))
             step += 1
         remaining -= stop - tile
         b += 1
         tile = 0
+        first = tile
         segment += 1
         if remaining > 0:
             num_tiles, stop = _next_row(plan, b, remaining, NUM_PARTS)
             slot = gl.load(row_slots + b)
             page = gl.load(page_table + slot.to(gl.int64) * page_table_stride)
+
+
+@gluon.jit
+def _convert_tile(
+    coded,
+    kv_lo,
+    kv_hi,
+    coded_full,
+    coded_empty,
+    kv_full,
+    kv_empty,
+    scales,
+    exists,
+    step,
+    layout: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """`scales`: where those of each token lie."""
+    # Asked for before the tile is waited for.
+    s0 = gl.load(scales)
+    s1 = gl.load(scales + 1)
+    s2 = gl.load(scales + 2)
+    s3 = gl.load(scales + 3)
+    stage = step % STAGES
+    target = step & 1
+    mbarrier.wait(coded_full.index(stage), (step // STAGES) & 1)
+    mbarrier.wait(kv_empty.index(target), ((step >> 1) & 1) ^ 1)
+    for g in gl.static_range(4):
+        if g == 0:
+            s = s0
+        elif g == 1:
+            s = s1
+        elif g == 2:
+            s = s2
+        else:
+            s = s3
+        factor = gl.where(exists, s, 0.0) * 1.329227995784916e36  # 2^120
+        wide = gl.expand_dims(factor.to(gl.bfloat16), 1).broadcast_to([TILE, 128])
+        codes = coded.index(stage * 4 + g).load(layout)
+        # 0x7F and 0xFF, NaN in e4m3, become finite here: a zero factor clears garbage.
+        value = gl.inline_asm_elementwise(
+            _CONVERT,
+            "=r,=r,r,r,r",
+            [codes, wide],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+        half = kv_lo if g < 2 else kv_hi
+        half.index(target).slice((g % 2) * 128, 128, dim=1).store(value)
+    hopper.fence_async_shared()
+    mbarrier.arrive(coded_empty.index(stage), count=1)
+    mbarrier.arrive(kv_full.index(target), count=1)
 
 
 @gluon.jit
@@ -152,9 +269,10 @@ def _convert(
     NUM_PARTS: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
+    ROPES: gl.constexpr,
 ):
     """e4m3 tiles times their scales -> bf16 tiles; tokens that do not exist become zeros, since
-    0 * NaN would reach the output through P V."""
+    0 * NaN would reach the output through P V. What `_produce` loads early is converted early."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     token = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
     record = plan + part * 8
@@ -163,55 +281,55 @@ def _convert(
     remaining = gl.load(record + 2)
     num_tiles = gl.load(record + 3)
     slot = gl.load(record + 4)
+    settled = gl.load(record + 6)
     stop = gl.minimum(num_tiles, tile + remaining)
     step = 0
+    pages = page_table + slot.to(gl.int64) * page_table_stride
+    first = gl.maximum(tile, gl.minimum(gl.minimum(stop, tile + ROPES), settled))
+    for j in range(tile, first):
+        page = gl.load(pages + j).to(gl.int64)
+        _convert_tile(
+            coded,
+            kv_lo,
+            kv_hi,
+            coded_full,
+            coded_empty,
+            kv_full,
+            kv_empty,
+            kv_scales + page * scale_page_stride + token * 4,
+            token < TILE,
+            step,
+            layout,
+            TILE,
+            STAGES,
+        )
+        step += 1
     gdc_wait()
     while remaining > 0:
         pages = page_table + slot.to(gl.int64) * page_table_stride
         seq_len = gl.load(seq_lens + b)
-        for j in range(tile, stop):
+        for j in range(first, stop):
             page = gl.load(pages + j).to(gl.int64)
-            scales = kv_scales + page * scale_page_stride + token * 4
-            exists = token < seq_len - j * TILE
-            # Asked for before the tile is waited for.
-            s0 = gl.load(scales)
-            s1 = gl.load(scales + 1)
-            s2 = gl.load(scales + 2)
-            s3 = gl.load(scales + 3)
-            stage = step % STAGES
-            target = step & 1
-            mbarrier.wait(coded_full.index(stage), (step // STAGES) & 1)
-            mbarrier.wait(kv_empty.index(target), ((step >> 1) & 1) ^ 1)
-            for g in gl.static_range(4):
-                if g == 0:
-                    s = s0
-                elif g == 1:
-                    s = s1
-                elif g == 2:
-                    s = s2
-                else:
-                    s = s3
-                factor = gl.where(exists, s, 0.0) * 1.329227995784916e36  # 2^120
-                wide = gl.expand_dims(factor.to(gl.bfloat16), 1).broadcast_to([TILE, 128])
-                codes = coded.index(stage * 4 + g).load(layout)
-                # 0x7F and 0xFF, NaN in e4m3, become finite here: a zero factor clears garbage.
-                value = gl.inline_asm_elementwise(
-                    _CONVERT,
-                    "=r,=r,r,r,r",
-                    [codes, wide],
-                    dtype=gl.bfloat16,
-                    is_pure=True,
-                    pack=4,
-                )
-                half = kv_lo if g < 2 else kv_hi
-                half.index(target).slice((g % 2) * 128, 128, dim=1).store(value)
-            hopper.fence_async_shared()
-            mbarrier.arrive(coded_empty.index(stage), count=1)
-            mbarrier.arrive(kv_full.index(target), count=1)
+            _convert_tile(
+                coded,
+                kv_lo,
+                kv_hi,
+                coded_full,
+                coded_empty,
+                kv_full,
+                kv_empty,
+                kv_scales + page * scale_page_stride + token * 4,
+                token < seq_len - j * TILE,
+                step,
+                layout,
+                TILE,
+                STAGES,
+            )
             step += 1
         remaining -= stop - tile
         b += 1
         tile = 0
+        first = tile
         if remaining > 0:
             num_tiles, stop = _next_row(plan, b, remaining, NUM_PARTS)
             slot = gl.load(row_slots + b)
@@ -466,6 +584,7 @@ def mla_decode_fp8_kernel(
                     NUM_PARTS,
                     TILE,
                     STAGES,
+                    ROPES,
                 ),
             ),
             (
