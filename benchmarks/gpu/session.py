@@ -54,7 +54,9 @@ SUMS = "moe_w4=triton_combined"
 SHORT_TESTS = "tests/engine/test_gpu_short_prefill.py"
 EXPANDED = "mla_prefill_form=expanded"
 # Where a prefill's cost to streams shows: turns that come apart, over HTTP.
-TURNS = "-m benchmarks.gpu.engine --cases 1x65536x4,8x32768x5 --trace"
+# Pinning L2 takes a machine whose memory grows as it is used most of a start.
+SMALL_L2 = "--set engine.tiers.l2_bytes=8589934592"
+TURNS = f"-m benchmarks.gpu.engine --cases 1x65536x4,8x32768x5 --trace {SMALL_L2}"
 TINY_TURNS = f"{TINY_SERVER} --trace"
 DRAWS = "--temperature 0.8 --top-p 0.95"
 # 16 sessions of 32K tokens over a pool of a quarter of that, the rest in host memory.
@@ -255,6 +257,28 @@ PARTS = (
         limit_s=150,
         command=f"{TURNS} --api session",
         dry=f"{TINY_TURNS} --api session",
+    ),
+    Part(
+        name="turns_wide",
+        half="fifth",
+        limit_s=170,
+        command=f"-m benchmarks.gpu.engine --cases 16x65536x4 --trace {SMALL_L2} --kv fp8",
+        dry=TINY_TURNS,
+    ),
+    Part(
+        name="turns_wide_bf16",
+        half="fifth",
+        limit_s=170,
+        command=f"-m benchmarks.gpu.engine --cases 16x65536x4 --trace {SMALL_L2}",
+        dry=TINY_TURNS,
+    ),
+    Part(
+        name="cold_large_steps",
+        half="fifth",
+        limit_s=90,
+        command="-m benchmarks.gpu.engine --cases 1x65536x2 --trace --kv fp8"
+        f" {SMALL_L2} --set engine.token_budget=8192",
+        dry=TINY_TURNS,
     ),
     Part(
         name="steps_fp8_again",
