@@ -63,6 +63,7 @@ struct Request {
   std::int64_t sequence = 0;  // order of arrival
   std::int64_t order_key_us = 0;  // who goes first: smaller first, then `sequence`
   std::int64_t priority = 0;
+  std::int32_t num_uncached = 0;  // tokens that no tier had when it came
   std::string tenant_name;
   Tenant* tenant = nullptr;  // set while the request belongs to a WaitQueue
   std::string salt;

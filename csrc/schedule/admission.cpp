@@ -15,7 +15,7 @@ void Scheduler::plan_admissions(Plan& plan) {
     if (!has_slot && config_.max_preemptions == 0) return;
     Request* request = waiting_.next();
     if (request == nullptr) return;
-    if (must_wait(*request)) continue;
+    if (must_wait(*request) || (is_for_short_ones_ && !is_short(request->num_uncached))) continue;
     if (!has_slot) return preempt_for(*request, 0);
     if (try_admit(*request, plan) == Admitted::kNoMemory) return;
   }
@@ -164,10 +164,12 @@ void Scheduler::admit(Request& request, PrefixMatch match, std::span<const PageH
   PrefixMatch found = match;
   found.full_len += num_loading;
   plan.admissions.push_back(make_admission(request, slot.id(), found));
-  stats_.num_l2_cached_tokens += plan.admissions.back().cached_l2;
-  stats_.num_l3_cached_tokens += plan.admissions.back().cached_l3;
   stats_.num_prompt_tokens += request.len();
-  stats_.num_cached_tokens += found.len();
+  stats_.num_cached_tokens += match.len();
+  if (num_loading == 0) {  // else once they are known to be good, see finish_own_load
+    stats_.num_l2_cached_tokens += plan.admissions.back().cached_l2;
+    stats_.num_l3_cached_tokens += plan.admissions.back().cached_l3;
+  }
 
   request.num_computed = request.num_trusted = match.len();
   request.num_planned = found.len();

@@ -165,13 +165,27 @@ void Scheduler::submit(std::span<const RequestSpec* const> specs) {
 // with one of class 0. Uncached tokens count as lateness, so short work goes first, but boundedly.
 void Scheduler::take_in_arrivals() {
   for (Request* request : arrivals_) {
-    const std::int64_t uncached = request->len() - tree_.find(request->salt, request->tokens).len();
+    request->num_uncached = count_uncached(*request);
     request->order_key_us = now_ms_ * 1000 + request->priority * config_.ageing_ms * 1000 +
-                            uncached * config_.suffix_us_per_token;
+                            request->num_uncached * config_.suffix_us_per_token;
     waiting_.insert(*request);
     if (config_.probe_l3) start_probe(*request);
   }
   arrivals_.clear();
+}
+
+// To bring a token from a lower tier costs little beside computing it.
+std::int32_t Scheduler::count_uncached(Request& request) const {
+  const PrefixMatch match = tree_.find(request.salt, request.tokens);
+  const std::int32_t num_uncached = request.len() - match.len();
+  if (!tiers_.is_enabled()) return num_uncached;
+  if (request.names.pages.empty()) {
+    request.names.space = hash_namespace(config_.model_fingerprint, request.salt);
+  }
+  const auto num_below =
+      static_cast<std::int32_t>(pages_below(request.names, request.tokens, match).size());
+  const std::int32_t reached = match.full_len + num_below * config_.page_size;
+  return std::min(num_uncached, request.len() - reached);
 }
 
 }  // namespace moorage

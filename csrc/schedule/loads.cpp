@@ -67,7 +67,14 @@ void Scheduler::finish_own_load(RequestId id, std::int32_t num_pages, std::int32
   const std::int64_t load = std::exchange(request.load, -1);
   request.num_steps_in_flight -= 1;
   num_own_loads_ -= 1;
-  request.num_computed += num_there * config_.page_size;
+  const std::int32_t num_tokens = num_there * config_.page_size;
+  // The last of them may have been brought from L3 first.
+  const std::int32_t from_l2 =
+      std::min(num_tokens, std::max(0, num_pages * config_.page_size - request.num_fetched));
+  stats_.num_cached_tokens += num_tokens;
+  stats_.num_l2_cached_tokens += from_l2;
+  stats_.num_l3_cached_tokens += num_tokens - from_l2;
+  request.num_computed += num_tokens;
   request.num_trusted = request.num_computed;
   if (num_there < num_pages) {
     for (std::int32_t i = 0; i < num_steps_in_flight_; ++i) {
@@ -77,7 +84,6 @@ void Scheduler::finish_own_load(RequestId id, std::int32_t num_pages, std::int32
     }
     request.num_planned = request.num_computed;
     request.has_drafts_in_flight = false;
-    request.num_loaded = num_there * config_.page_size;
   }
   if (request.is<Loading>()) fire(request, Loaded{});
   publish_full_pages(request);

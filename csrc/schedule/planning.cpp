@@ -83,10 +83,37 @@ void Scheduler::plan_running(Plan& plan) {
       if (turn < decode_budget && is_running(*request)) plan_row(*request, len, false, plan);
     } else if (wants_prefill(*request) && prefill_budget_ > 0 && is_running(*request)) {
       const std::int32_t rest = request->prefill_end - request->num_planned;
-      plan_row(*request, std::min(rest, prefill_budget_), true, plan);
+      if (is_short(rest)) plan_row(*request, std::min(rest, prefill_budget_), true, plan);
     }
   }
   decode_cursor_ = decode_budget < num_decodes ? first + decode_budget : 0;
+  plan_long_prefills(plan);
+}
+
+bool Scheduler::is_short(std::int32_t num_tokens) const {
+  return num_tokens <= (config_.token_budget + 3) / 4;
+}
+
+// A prompt of many steps leaves a quarter of each to short ones that come meanwhile: a turn of a
+// tool's answer does not wait until somebody's whole repository has been read.
+void Scheduler::plan_long_prefills(Plan& plan) {
+  is_for_short_ones_ = false;
+  const auto is_long = [this](const Request* request) {
+    return is_running(*request) && wants_prefill(*request) &&
+           !is_short(request->prefill_end - request->num_planned);
+  };
+  if (prefill_budget_ <= 0 || std::ranges::none_of(order_, is_long)) return;
+  const bool has_short = waiting_.any(
+      [this](Request& request) { return is_short(request.num_uncached) && !must_wait(request); });
+  const std::int32_t kept =
+      has_short ? std::min((config_.token_budget + 3) / 4, prefill_budget_ / 2) : 0;
+  for (Request* request : order_) {
+    if (!is_long(request)) continue;
+    const std::int32_t rest = request->prefill_end - request->num_planned;
+    const std::int32_t most = std::min(rest, prefill_budget_ - kept);
+    is_for_short_ones_ = is_for_short_ones_ || most < rest;
+    if (most > 0) plan_row(*request, most, true, plan);
+  }
 }
 
 void Scheduler::plan_row(Request& request, std::int32_t len, bool is_prefill, Plan& plan) {

@@ -222,11 +222,14 @@ class Scheduler {
   // intake.cpp
   void validate(std::span<const RequestSpec* const> specs) const;
   void take_in_arrivals();
+  std::int32_t count_uncached(Request& request) const;
   std::vector<TokenId> take_buffer(std::size_t num_tokens);  // empty, with that capacity
   void keep_buffer(std::vector<TokenId> buffer);
 
   // planning.cpp
   void plan_running(Plan& plan);
+  void plan_long_prefills(Plan& plan);
+  bool is_short(std::int32_t num_tokens) const;
   void plan_row(Request& request, std::int32_t len, bool is_prefill, Plan& plan);
   static bool wants_prefill(const Request& request);
   bool wants_decode(const Request& request) const;
@@ -400,6 +403,7 @@ class Scheduler {
   std::vector<StepRow> decode_rows_;
   std::vector<RadixTree::Adopted> adopted_;
   std::int32_t prefill_budget_ = 0;
+  bool is_for_short_ones_ = false;  // what is left of that
   bool is_short_of_pages_ = false;
 };
 

@@ -8,6 +8,7 @@
 //   the order depends on arrival and charges only, never on a name or a pointer
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <set>
 #include <string>
@@ -40,6 +41,13 @@ class WaitQueue {
   void insert(Request& request);
   void erase(Request& request);  // nothing happens if it does not wait
   std::size_t size() const { return size_; }
+
+  template <typename Predicate>
+  bool any(Predicate is_meant) const {
+    return std::ranges::any_of(tenants_, [&](const auto& tenant) {
+      return std::ranges::any_of(tenant->waiting, [&](Request* each) { return is_meant(*each); });
+    });
+  }
 
   void rewind();    // everybody may be tried again
   Request* next();  // null: everybody was tried

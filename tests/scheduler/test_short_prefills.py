@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt of many steps leaves a quarter of each to short ones that come meanwhile, and nobody
+else: not to other long ones, not to who has to wait anyway, and never all it has."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+import _scheduler as cpp
+from tests.fakes.scheduler_sim import Harness, random_tokens
+from tests.scheduler.test_planning import make_harness
+from tests.scheduler.test_tiers import make as make_tiers
+from tests.scheduler.test_tiers import settle
+
+BUDGET = 16
+SHORT = BUDGET // 4
+
+
+def lens_of(plan: cpp.Plan) -> dict[int, int]:
+    """Tokens of each request in a step."""
+    ids, lens = plan.row_request_ids.tolist(), plan.row_lens.tolist()
+    return dict(zip(ids, lens, strict=True))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random_tokens(random.Random(seed), length)
+
+
+def step(harness: Harness) -> dict[int, int]:
+    lens = lens_of(harness.plan())
+    harness.commit()
+    return lens
+
+
+def test_a_short_prompt_passes_a_long_one_under_way_and_the_long_one_goes_on() -> None:
+    harness = make_harness(token_budget=BUDGET)
+    long = harness.submit(prompt(1, 100), max_new=1)
+    assert step(harness) == {long.request_id: BUDGET}
+    short = harness.submit(prompt(2, SHORT - 1), max_new=1)
+    assert step(harness) == {long.request_id: BUDGET - SHORT, short.request_id: SHORT - 1}
+    assert short.ended is not None and long.ended is None
+    assert step(harness) == {long.request_id: BUDGET}
+    harness.run()
+
+
+def test_several_short_ones_share_the_quarter_in_their_order() -> None:
+    harness = make_harness(token_budget=BUDGET)
+    long = harness.submit(prompt(1, 100), max_new=1)
+    step(harness)
+    shorts = [harness.submit(prompt(2 + i, 3), max_new=1) for i in range(3)]
+    first, second, third = (job.request_id for job in shorts)
+    assert step(harness) == {long.request_id: 12, first: 3, second: 1}
+    # What runs already and has little left comes before the long one's share.
+    assert step(harness) == {long.request_id: 10, second: 2, third: 3}
+    harness.run()
+
+
+def test_another_long_prompt_gets_nothing_of_it() -> None:
+    harness = make_harness(token_budget=BUDGET)
+    first = harness.submit(prompt(1, 60), max_new=1)
+    step(harness)
+    second = harness.submit(prompt(2, SHORT + 1), max_new=1)
+    assert step(harness) == {first.request_id: BUDGET}
+    short = harness.submit(prompt(3, 2), max_new=1)
+    assert step(harness) == {first.request_id: 12, short.request_id: 2}
+    assert step(harness) == {first.request_id: BUDGET}  # its last: none is kept any more
+    assert step(harness) == {second.request_id: SHORT + 1}
+    harness.run()
+
+
+def test_who_waits_for_somebody_elses_prefill_keeps_nothing_free() -> None:
+    harness = make_harness(token_budget=BUDGET)
+    shared = prompt(1, 100)
+    leader = harness.submit(shared, max_new=1)
+    step(harness)
+    harness.submit([*shared[:12], 9], max_new=1)  # 12 tokens there: one uncached, and free to run
+    follower = harness.submit([*shared[:40], 9, 9], max_new=1)
+    lens = step(harness)
+    assert lens[leader.request_id] == 12 and follower.request_id not in lens
+    assert step(harness) == {leader.request_id: BUDGET}
+    harness.run()
+
+
+def test_under_streams_that_fill_the_budget_neither_starves() -> None:
+    harness = make_harness(token_budget=8, max_slots=16, max_context_len=400)
+    for i in range(12):
+        harness.submit([i], max_new=300)
+    long = harness.submit(prompt(1, 40), max_new=1)
+    num_shorts = 0
+    for number in range(200):
+        if long.ended is not None:
+            break
+        if number % 2 == 0:
+            harness.submit([50 + number, 7], max_new=1)
+            num_shorts += 1
+        harness.step()
+    assert long.ended is not None and num_shorts > 10
+    ended = [job for job in harness.jobs.values() if len(job.prompt) == 2 and job.ended is not None]
+    assert len(ended) >= num_shorts - 2
+
+
+def test_what_a_lower_tier_holds_counts_as_cached() -> None:
+    """A turn whose history went to L2 is a short one, and is not ordered behind cold prompts."""
+    harness = make_tiers(num_l2_pages=100, num_pages=40, max_slots=4, max_context_len=110)
+    history = prompt(1, 40)
+    harness.submit(history, 1)
+    harness.run()
+    settle(harness)
+    for seed in (2, 3):
+        harness.submit(prompt(seed, 100), 1)  # takes all that L1 has
+        harness.run()
+        settle(harness)
+    found = harness.scheduler.query_prefix(np.array(history, np.int32))
+    assert (found.l1, found.l2) == (0, 40)
+    cold = harness.submit(prompt(4, 90), 1)
+    step(harness)
+    later = harness.submit([*history, 5, 6], 1)
+    for _ in range(20):
+        if later.ended is not None:
+            break
+        harness.step()
+    assert later.ended is not None and cold.ended is None
+    harness.run()
