@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtiers.batch_copy import BatchCopy, CopyRefusedError
+from kvtiers.batch_copy import Addresses, BatchCopy, CopyRefusedError
 from kvtiers.lanes import Lane
 from kvtiers.layered_load import LayeredLoad, layer_groups
 from kvtiers.page_pieces import Incoming, Indices, Rows, Window
@@ -94,7 +94,9 @@ class LayerCopies:
         piece: slice,
         window: Window,
     ) -> None:
-        """Queue one piece of each page, some at a time."""
+        """Queue one piece of each page, some at a time. Raises IndexError before any of them."""
+        sources = Rows(bodies.ctypes.data, len(bodies), bodies.strides[0], bodies.shape[1])
+        into, out_of = self._rows.addresses(pages, piece), sources.addresses(slots, piece)
         copy_bytes = max(piece.stop - piece.start, LEAST_COPY_BYTES)
         is_batch = self._can_batch(bodies)
         most = max(1, CALL_BYTES // copy_bytes)
@@ -102,18 +104,14 @@ class LayerCopies:
             some = slice(at, at + most)
             num_bytes = len(pages[some]) * copy_bytes
             window.make_room(num_bytes)
-            if not is_batch or not self._copy_batch(pages[some], slots[some], bodies, piece):
+            if not is_batch or not self._copy_batch(into[some], out_of[some], piece):
                 self._copy_each(pages[some], slots[some], bodies, piece)
             window.note(num_bytes, self.lane.mark())
 
-    def _copy_batch(
-        self, pages: Indices, slots: Indices, bodies: NDArray[np.uint8], piece: slice
-    ) -> bool:
+    def _copy_batch(self, into: Addresses, out_of: Addresses, piece: slice) -> bool:
         """One call; False: the driver has none such."""
         if self.batch is None:
             return False
-        sources = Rows(bodies.ctypes.data, len(bodies), bodies.strides[0], bodies.shape[1])
-        into, out_of = self._rows.addresses(pages, piece), sources.addresses(slots, piece)
         try:
             self.batch(into, out_of, piece.stop - piece.start, self.lane.handle)
         except CopyRefusedError as error:

@@ -37,6 +37,8 @@ from kvtiers.store import (
 
 NOT_FOUND = -704
 OTHER_LENGTH = -600
+# The disk tier could not read an object. One such object gives the whole call this code.
+NOT_READ = -1102
 # Answers of a library that works: no space, and an object that is not ready, not there, there
 # already, in use, or whose lease ran out under a read. Anything else is a failure.
 WORKING_CODES = frozenset((-200, -703, NOT_FOUND, -705, -706, -707))
@@ -242,14 +244,14 @@ class MooncakeStore:
         if client is not None:
             client.close()
 
-    def _ask(self, call: Callable[[], list[int]], allowed: int = 0) -> list[int]:
+    def _ask(self, call: Callable[[], list[int]], *allowed: int) -> list[int]:
         """The codes a call answers, none where it does not; failures are counted."""
         try:
             codes = call()
         except CallNotDoneError as error:
             problem, codes = str(error), []
         else:
-            fine = WORKING_CODES | {allowed}
+            fine = WORKING_CODES.union(allowed)
             wrong = [code for code in codes if code < 0 and code not in fine]
             problem = f"the library answered {wrong[0]}" if wrong else ""
             if not codes:
@@ -299,11 +301,12 @@ class MooncakeStore:
         while waiting:
             buffers = [views[first[key]] for key in waiting]
             timeout_s = self._limits.of(sum(map(len, buffers)))
-            # An object longer than its buffer is a miss; a put that answers so has lost its memory.
-            lengths = self._ask(partial(client.get, waiting, buffers, timeout_s), OTHER_LENGTH)
+            lengths = self._read(client, waiting, buffers, timeout_s)
             if not lengths:
                 break
             for key, buffer, length in zip(waiting, buffers, lengths, strict=False):
+                if length == NOT_READ and len(lengths) > 1:
+                    length = next(iter(self._read(client, [key], [buffer], timeout_s)), NOT_FOUND)
                 hits[first[key]] = self._is_right(client, key, buffer, length)
             waiting = waiting[len(lengths) :]
         for at in positions:
@@ -312,12 +315,18 @@ class MooncakeStore:
                 if hits[at]:
                     np.copyto(np.frombuffer(views[at], np.uint8), views[first[keys[at]]])
 
+    def _read(
+        self, client: MooncakeClient, keys: list[str], into: Sequence[memoryview], timeout_s: float
+    ) -> list[int]:
+        # An object longer than its buffer is a miss; a put that answers so has lost its memory.
+        return self._ask(partial(client.get, keys, into, timeout_s), OTHER_LENGTH, NOT_READ)
+
     def _is_right(self, client: MooncakeClient, key: str, buffer: memoryview, length: int) -> bool:
         if length == len(buffer) and verify(buffer, key, self._layout):
             return True
         if length == NOT_FOUND:
             self._forget([key])
-        elif length == len(buffer):
+        elif length in (len(buffer), NOT_READ):
             self._count(bad_reads=1)
             # It would stay what it is for ever: a put of a key that is there changes nothing.
             self._ask(lambda: client.remove([key], self._limits.call_s))
