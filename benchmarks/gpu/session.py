@@ -65,6 +65,12 @@ TIERS = (
     " --set engine.kv_pool_tokens=131072 --set engine.max_context_len=65536"
     " --set engine.tiers.l2_bytes=34359738368"
 )
+# The peers' load: 65 GB of KV over a pool of 17.5 GB, tool gaps of 20 s.
+OVERSUBSCRIBED = (
+    "-m benchmarks.gpu.engine --cases 64x32768x3 --gap 20 --arrival 0.3 --output 100 --trace"
+    " --set engine.kv_pool_tokens=562000 --set engine.max_context_len=65536"
+    " --set engine.tiers.l2_bytes=73014444032 --set engine.tiers.l3=none"
+)
 TINY_TIERS = (
     f"{TINY_SERVER} --gap 0.2 --set engine.kv_pool_tokens=1024 --set engine.max_context_len=512"
     " --set engine.tiers.l2_bytes=16777216"
@@ -279,6 +285,13 @@ PARTS = (
         command="-m benchmarks.gpu.engine --cases 1x65536x2 --trace --kv fp8"
         f" {SMALL_L2} --set engine.token_budget=8192",
         dry=TINY_TURNS,
+    ),
+    Part(
+        name="oversubscribed",
+        half="sixth",
+        limit_s=270,
+        command=OVERSUBSCRIBED,
+        dry=f"{TINY_TIERS} --trace",
     ),
     Part(
         name="steps_fp8_again",
