@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mooncake's disk tier with damaged, missing and refused files: misses, and every other page."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.children import MooncakeSettings
+from kvtiers.objects import HEADER_BYTES
+from kvtiers.store import StoreState
+from tests.fakes.full_disk import FullDisk
+from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
+from tests.fakes.stored_pages import chain, page, pages, read
+
+MIB = 1 << 20
+SIZE = 200_000
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 4
+    path.write_bytes(data)
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+# Of an object: its file, and the sidecar that says what is in it.
+HARMS: dict[str, Callable[[Path, Path], None]] = {
+    "a bit flipped": lambda data, sidecar: flip(data, data.stat().st_size // 2),
+    "cut short": lambda data, sidecar: halve(data),
+    "emptied": lambda data, sidecar: os.truncate(data, 0),
+    "gone": lambda data, sidecar: data.unlink(),
+    "sidecar gone": lambda data, sidecar: sidecar.unlink(),
+    "sidecar cut short": lambda data, sidecar: halve(sidecar),
+    "sidecar of zeros": lambda data, sidecar: sidecar.write_bytes(bytes(sidecar.stat().st_size)),
+}
+
+
+def machine_with_disk(folder: Path) -> MooncakeMachine:
+    require_mooncake()
+    settings = MooncakeSettings(
+        segment_bytes=64 * MIB, ssd_dir=str(folder / "ssd"), ssd_quota_bytes=256 * MIB
+    )
+    return MooncakeMachine(folder / "run", settings)
+
+
+def file_of(folder: Path, key: str) -> Path:
+    """The one file with the bytes of this page."""
+    body = bytes(page(key, SIZE)[HEADER_BYTES:])
+    (found,) = [path for path in folder.rglob("*.bucket") if body in path.read_bytes()]
+    return found
+
+
+def test_a_damaged_file_costs_its_own_page_alone_and_is_repaired(tmp_path: Path) -> None:
+    """kill -9 of everything between: what is read comes from the files."""
+    machine = machine_with_disk(tmp_path)
+    try:
+        store = machine.open(SIZE)
+        prefixes = {harm: chain(f"harm{at}", 6) for at, harm in enumerate(HARMS)}
+        for keys in prefixes.values():
+            assert store.put(keys, pages(keys, SIZE)) == [True] * 6
+        assert store.flush(20.0)
+        for pid in machine.children.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        store.close()
+        for harm, keys in prefixes.items():
+            data = file_of(tmp_path / "ssd", keys[3])
+            HARMS[harm](data, data.with_suffix(".meta"))
+        (tmp_path / "ssd" / "1234.bucket").write_bytes(b"not Moorage's")
+        machine.wait(lambda: len(machine.children.pids) < 2)
+        machine.wait(lambda: len(machine.children.pids) == 2)
+        again = machine.open(SIZE)
+        for keys in prefixes.values():
+            machine.wait(lambda head=keys[:1]: again.probe(head) == 1)  # type: ignore[misc]
+        for harm, keys in prefixes.items():
+            assert read(again, keys, SIZE) == [True] * 3 + [False] + [True] * 2, harm
+        assert again.status().state is StoreState.UP
+        assert again.status().counters["failures"] == 0
+        for harm, keys in prefixes.items():
+            assert again.put(keys, pages(keys, SIZE)) == [True] * 6
+            assert read(again, keys, SIZE) == [True] * 6, harm
+    finally:
+        machine.close()
+
+
+def test_a_full_disk_below_it_costs_what_was_to_go_there_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(tmp_path, tmp_path / "ssd")
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", str(disk.shim))
+        machine = machine_with_disk(tmp_path)
+    try:
+        store = machine.open(SIZE)
+        kept, lost, later = (chain(name, 6) for name in ("kept", "lost", "later"))
+        assert store.put(kept, pages(kept, SIZE)) == [True] * 6
+        assert store.flush(20.0)
+        disk.fill()
+        assert store.put(lost, pages(lost, SIZE)) == [True] * 6, "there is room in memory"
+        assert not store.flush(3.0), "and it does not say that they are on the disk"
+        assert read(store, [*kept, *lost], SIZE) == [True] * 12
+        disk.make_room()
+        assert store.put(later, pages(later, SIZE)) == [True] * 6
+        machine.wait(lambda: len(list((tmp_path / "ssd").rglob("*.bucket"))) >= 12)
+        assert machine.children.restarts == {"mooncake_master": 0, "mooncake_client": 0}
+        for pid in machine.children.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        machine.wait(lambda: len(machine.children.pids) < 2)
+        machine.wait(lambda: len(machine.children.pids) == 2)
+        again = machine.open(SIZE)
+        machine.wait(lambda: again.probe(later) == 6)
+        assert read(again, [*kept, *later], SIZE) == [True] * 12
+        read(again, lost, SIZE)  # whatever is there is right
+    finally:
+        machine.close()
