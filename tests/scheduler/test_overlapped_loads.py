@@ -96,6 +96,55 @@ def test_of_a_bad_load_the_pages_before_the_first_bad_one_are_used(num_good: int
     assert harness.check()["retractions"] == 0
 
 
+@pytest.mark.parametrize("num_from_l3", [0, 2, 5])
+@pytest.mark.parametrize("num_good", range(6))
+def test_pages_count_as_cached_once_they_are_known_to_be_good(
+    num_good: int, num_from_l3: int
+) -> None:
+    harness = make(use_l3=True)
+    mover = mover_of(harness)
+    lower(harness, PROMPT)
+    harness.scheduler.move(ids(PROMPT), "l3")
+    settle(harness)
+    num_in_l2 = 4 * (5 - num_from_l3)
+    harness.scheduler.move(ids(PROMPT[:num_in_l2]), "l2")
+    settle(harness)
+    assert hit(harness, PROMPT) == (0, num_in_l2, 4 * num_from_l3)
+    names = ("cached_prompt_tokens", "l2_cached_prompt_tokens", "l3_cached_prompt_tokens")
+
+    def counted() -> tuple[int, ...]:
+        stats = harness.check()
+        return tuple(stats[name] for name in names)
+
+    before = counted()
+    job, plan = resume(harness)
+    while not len(plan.row_slots):  # what lies in L3 comes to L2 first
+        harness.commit()
+        plan = harness.plan()
+    assert counted() == before, "nobody knows yet"
+    tickets = range(*plan.row_loads[0].tolist())
+    mover.fates = {ticket: ticket < tickets[0] + num_good for ticket in tickets}
+    harness.run()
+    assert job.outputs == harness.model.generate(job)
+    from_l2 = min(4 * num_good, num_in_l2)
+    found = (4 * num_good, from_l2, 4 * num_good - from_l2)
+    assert counted() == tuple(a + b for a, b in zip(before, found, strict=True))
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_an_aborted_requests_pages_count_like_any_others(is_good: bool) -> None:
+    harness = make()
+    lower(harness, PROMPT)
+    before = harness.check()
+    job, plan = resume(harness)
+    mover_of(harness).fates = {t: is_good for t in range(*plan.row_loads[0].tolist())}
+    harness.abort(job.request_id)
+    settle(harness)
+    after = harness.check()
+    for name in ("cached_prompt_tokens", "l2_cached_prompt_tokens"):
+        assert after[name] - before[name] == (20 if is_good else 0), name
+
+
 def test_results_that_come_before_the_pages_they_read_are_refused() -> None:
     harness = make()
     lower(harness, PROMPT)
