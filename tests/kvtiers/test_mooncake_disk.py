@@ -32,7 +32,7 @@ def halve(path: Path) -> None:
 
 
 # Of an object: its file, and the sidecar that says what is in it.
-HARMS: dict[str, Callable[[Path, Path], None]] = {
+HARMS: dict[str, Callable[[Path, Path], object]] = {
     "a bit flipped": lambda data, sidecar: flip(data, data.stat().st_size // 2),
     "cut short": lambda data, sidecar: halve(data),
     "emptied": lambda data, sidecar: os.truncate(data, 0),
