@@ -42,17 +42,18 @@ int fallocate(int fd, int mode, off_t at, off_t n) { GUARD(fallocate, mode, at, 
 
 
 class FullDisk:
-    """`shim` is for LD_PRELOAD; nothing below `folder` can be written while it is full (ENOSPC)."""
+    """`shim` is for LD_PRELOAD; nothing below `folder` can be written while `flag` is there
+    (ENOSPC)."""
 
     def __init__(self, scratch: Path, folder: Path) -> None:
         compiler = shutil.which("cc") or shutil.which("gcc")
         if compiler is None:
             pytest.skip("no C compiler")
         self.shim = scratch / "full_disk.so"
-        self._flag = scratch / "disk_is_full"
+        self.flag = scratch / "disk_is_full"
         subprocess.run(
             [
-                *(compiler, "-shared", "-fPIC", f'-DFLAG="{self._flag}"'),
+                *(compiler, "-shared", "-fPIC", f'-DFLAG="{self.flag}"'),
                 *(f'-DFOLDER="{folder}/"', "-xc", "-", "-o", self.shim, "-ldl"),
             ],
             input=_SHIM.encode(),
@@ -60,7 +61,7 @@ class FullDisk:
         )
 
     def fill(self) -> None:
-        self._flag.touch()
+        self.flag.touch()
 
     def make_room(self) -> None:
-        self._flag.unlink()
+        self.flag.unlink()
