@@ -54,9 +54,9 @@ from kernels.ops.step_ids import feed_ids
 Places = NDArray[np.int64]  # of the sampled rows' logits in the logits buffer
 Later = Callable[[], Sampled | None]
 
-# Prefill kernels differ by how many tokens an expert gets, by whether few of them attend in absorbed
-# form, and by whether there is a prefix and it is split; Triton compiles each once more for sizes
-# that 16 divides. What is left out compiles in somebody's first token, for seconds
+# Prefill kernels differ by how many tokens an expert gets, by whether few of them attend in
+# absorbed form, and by whether there is a prefix and it is split; Triton compiles each once more
+# for sizes that 16 divides. What is left out compiles in somebody's first token, for seconds
 # (tests/kernels/test_compiled_forms.py).
 WARM_UP_TOKENS = (24, 64, 160, 304, 1024)
 WARM_UP_PAST = (0, 4096, 65536)
