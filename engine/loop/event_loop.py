@@ -82,6 +82,8 @@ class EngineLoop:
         self._bitmask = np.full((max_samples, -(-vocab_size // 32)), -1, dtype=np.int32)
         self._num_failed_steps = 0
         self._next_housekeeping_ms = 0
+        self._last_result_ms = 0  # a step begins to compute when the one before it has ended
+        self._last_look_ms = 0  # whether the newest step may get its successor
 
     def turn(self) -> None:
         """One round: commit what is finished, dispatch what can run. Never blocks.
@@ -113,7 +115,7 @@ class EngineLoop:
         if deadline_ms is not None:
             until_ms = min(until_ms, deadline_ms)
         nearly_ms = self._nearly_done_ms() if len(self._in_flight) == 1 else None
-        if nearly_ms is not None and nearly_ms > now_ms:  # else the turn before this has tried
+        if nearly_ms is not None and nearly_ms > self._last_look_ms:  # else it was tried then
             until_ms = min(until_ms, nearly_ms)
         return max(0, until_ms - now_ms)
 
@@ -160,6 +162,7 @@ class EngineLoop:
         return self._in_flight[0].dispatched_ms if self._in_flight else None
 
     def _may_dispatch(self) -> bool:
+        self._last_look_ms = self._now_ms()
         if not self._in_flight:
             return True
         if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT:
@@ -167,17 +170,17 @@ class EngineLoop:
         if self._in_flight[-1].num_tokens <= RUN_AHEAD_TOKENS:
             return True
         nearly_ms = self._nearly_done_ms()
-        return nearly_ms is not None and self._now_ms() >= nearly_ms
+        return nearly_ms is not None and self._last_look_ms >= nearly_ms
 
     def _nearly_done_ms(self) -> int | None:
-        """When the newest step may get its successor, by what steps took lately; None: unknown, or
-        the step runs on the host, which has nothing to do beside it."""
+        """When the one step under way may get its successor, by what steps took lately; None:
+        unknown, or it runs on the host, which has nothing to do beside it."""
         us_per_token = self._counters.prefill_us_per_token
         if not self._executor.is_async or not us_per_token:
             return None
         newest = self._in_flight[-1]
-        expected_ms = int(us_per_token * newest.num_tokens / 1e3)
-        return newest.dispatched_ms + expected_ms - RUN_AHEAD_MS
+        start_ms = max(newest.dispatched_ms, self._last_result_ms)
+        return start_ms + int(us_per_token * newest.num_tokens / 1e3) - RUN_AHEAD_MS
 
     def _dispatch_next(self) -> bool:
         """Plan a step and hand it to the executor; False if there is nothing to run."""
@@ -250,6 +253,7 @@ class EngineLoop:
 
     def _commit(self, result: StepResult) -> None:
         start_ns = time.thread_time_ns()
+        self._last_result_ms = self._now_ms()
         step = self._in_flight.popleft()
         assert step.step_id == result.step_id
         committed = commit(step, result)
