@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mooncake's disk tier with damaged, missing and refused files: misses, and every other page."""
+"""Mooncake over what an operating system does to it: damaged and missing files, a full disk, a
+clock that jumps. Misses at most, and never a page of others."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from appliance.children import MooncakeSettings
 from kvtiers.objects import HEADER_BYTES
 from kvtiers.store import StoreState
 from tests.fakes.full_disk import FullDisk
+from tests.fakes.jumping_clock import JumpingClock
 from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
 from tests.fakes.stored_pages import chain, page, pages, read
 
@@ -118,5 +120,30 @@ def test_a_full_disk_below_it_costs_what_was_to_go_there_alone(
         machine.wait(lambda: again.probe(later) == 6)
         assert read(again, [*kept, *later], SIZE) == [True] * 12
         read(again, lost, SIZE)  # whatever is there is right
+    finally:
+        machine.close()
+
+
+def test_a_clock_that_jumps_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases, times to live and the order of use are not counted by the wall clock."""
+    clock = JumpingClock(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setenv("LD_PRELOAD", str(clock.shim))
+        machine = machine_with_disk(tmp_path)
+    try:
+        store = machine.open(SIZE)
+        all_keys: list[str] = []
+        for jump_s in (0, 86_400, -172_800, 400 * 86_400, 3):
+            clock.jump_to(jump_s)
+            keys = chain(f"at{jump_s}", 4)
+            assert store.put(keys, pages(keys, SIZE)) == [True] * 4
+            all_keys += keys
+            assert store.flush(20.0)
+            assert read(store, all_keys, SIZE) == [True] * len(all_keys)
+        status = store.status()
+        assert (status.state, status.counters["failures"]) == (StoreState.UP, 0)
+        assert machine.children.restarts == {"mooncake_master": 0, "mooncake_client": 0}
     finally:
         machine.close()
