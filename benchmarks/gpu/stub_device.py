@@ -104,11 +104,17 @@ def quick_products() -> Iterator[None]:
             return out
         return torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
 
+    def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        if out is not None:
+            return out
+        return torch.empty(*a.shape[:2], b.shape[2], dtype=a.dtype, device=a.device)
+
     def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
 
     with (
         mock.patch.object(torch, "mm", mm),
+        mock.patch.object(torch, "bmm", bmm),
         mock.patch.object(torch.nn.functional, "linear", linear),
     ):
         yield

@@ -91,3 +91,21 @@ def test_in_captured_pieces_a_layer_launches_its_attention_and_one_graph() -> No
         "torch.copy_": 2,
     }
     assert _launches("--pieces", "--decodes", "7") == {**attention, **decode_rows}
+
+
+def test_a_short_prefill_launches_less_and_expands_nothing() -> None:
+    """Absorb, attention, merge, values; fp8 pages are decoded first; more than 64 tokens are
+    absorbed in two launches. Values go where they belong without a copy."""
+    short = {
+        "graph": 1,
+        "mla_absorb_kernel": 1,
+        "mla_decode_hopper_kernel": 1,
+        "mla_merge_kernel": 1,
+        "torch.bmm": 1,
+    }
+    assert _launches("--pieces", "--new", "33") == short
+    fp8 = {**short, "mla_expand_pages_kernel": 1}
+    assert _launches("--pieces", "--new", "20", "--past", "4096", "--kv", "fp8") == fp8
+    assert _launches("--pieces", "--new", "96") == {**short, "mla_absorb_kernel": 2}
+    for beyond in (("--new", "97"), ("--new", "96", "--past", "4095")):
+        assert _launches("--pieces", *beyond)["mla_prefill_hopper_kernel"] == 1
