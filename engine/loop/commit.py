@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from _scheduler import Plan, StepDone
 from engine import api
 from engine.execution.executor import StepResult
+from engine.loop.batch_builder import ModelRows
 from engine.loop.requests import Outcome, Request
 from engine.loop.step_loads import StepLoad
 from engine.sampling.params import SampleBatch, Sampled
@@ -35,6 +36,7 @@ class DispatchedStep:
     sampling: SampleBatch
     drafts: Sequence[Sequence[int]]  # [R] that each row was run with
     num_tokens: int
+    num_prefill_tokens: int  # of them, those of rows with more than one
     dispatched_ms: int
     loads: Sequence[StepLoad | None]  # [R] that the row read as they came
 
@@ -66,10 +68,10 @@ class Committed:
 
 def remember(
     plan: Plan,
+    rows: ModelRows,
     requests: Sequence[Request],
     sampling: SampleBatch,
     drafts: Sequence[Sequence[int]],
-    num_tokens: int,
     now_ms: int,
     loads: Sequence[StepLoad | None],
 ) -> DispatchedStep:
@@ -81,7 +83,8 @@ def remember(
         num_done=plan.row_starts + plan.row_lens,
         sampling=sampling,
         drafts=drafts,
-        num_tokens=num_tokens,
+        num_tokens=len(rows.input_ids),
+        num_prefill_tokens=int(rows.lens[rows.lens > 1].sum()),
         dispatched_ms=now_ms,
         loads=loads,
     )

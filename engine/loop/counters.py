@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from engine.api import CacheHit, FinishReason
 from engine.execution.executor import StepResult
 
-# A step of so many tokens is mostly prefill: what a token of it takes is what one costs to compute.
-PREFILL_STEP_TOKENS = 64
 SMOOTHING = 0.2
 
 
@@ -65,11 +63,12 @@ class Counters:
             places[place][1] += place < num_accepted
 
     def note_commit(
-        self, result: StepResult, num_tokens: int, num_sampled: int, spent_ns: int
+        self, result: StepResult, num_timed: int, num_sampled: int, spent_ns: int
     ) -> None:
-        """A step's result was committed."""
-        if num_tokens >= PREFILL_STEP_TOKENS and result.error is None:
-            now_us = result.forward_ms * 1e3 / num_tokens
+        """A step's result was committed. `num_timed`: its tokens, if the time it took says what
+        one costs to compute; else 0."""
+        if num_timed and result.error is None:
+            now_us = result.forward_ms * 1e3 / num_timed
             before_us = self.prefill_us_per_token or now_us
             self.prefill_us_per_token = before_us + SMOOTHING * (now_us - before_us)
         self.output_tokens += num_sampled

@@ -39,6 +39,9 @@ MAX_STEPS_IN_FLIGHT = 2
 # when it is nearly done.
 RUN_AHEAD_TOKENS = 64
 RUN_AHEAD_MS = 8
+# A decode row takes the device far longer than a token of prefill does: only a step with so many of
+# these says what one costs.
+PREFILL_STEP_TOKENS = 64
 MAX_FAILED_STEPS_IN_A_ROW = 3
 HOUSEKEEPING_MS = 1000
 
@@ -202,9 +205,7 @@ class EngineLoop:
         drafts = [ids.tolist() for ids in granted] if granted is not None else [[]] * len(requests)
         sampling = self._sampling_of(plan, rows, requests, drafts)
         self._executor.dispatch(Step(forward=forward, page_deltas=page_deltas, sampling=sampling))
-        step = remember(
-            plan, requests, sampling, drafts, len(rows.input_ids), self._now_ms(), loads
-        )
+        step = remember(plan, rows, requests, sampling, drafts, self._now_ms(), loads)
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._open_masks(step)
@@ -268,8 +269,9 @@ class EngineLoop:
         for taken in committed.tokens:
             self._speculation.note(taken)
         spent_ns = time.thread_time_ns() - start_ns
-        # How long a step took that waited for pages says nothing of what a token costs.
-        num_timed = 0 if any(step.loads) else step.num_tokens
+        # Nor does a step say it that waited for pages.
+        is_timed = step.num_prefill_tokens >= PREFILL_STEP_TOKENS and not any(step.loads)
+        num_timed = step.num_tokens if is_timed else 0
         self._counters.note_commit(result, num_timed, committed.num_sampled, spent_ns)
         if self._trace is not None:
             self._trace.note(step, result, committed.num_sampled)

@@ -163,6 +163,7 @@ class Alone:
             sampling=no_rows,
             drafts=[],
             num_tokens=num_tokens,
+            num_prefill_tokens=num_tokens,
             dispatched_ms=self.now_ms,
             loads=[],
         )
