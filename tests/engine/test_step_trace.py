@@ -45,3 +45,31 @@ def test_every_step_has_a_line_with_its_tokens_and_times(tmp_path: Path) -> None
 def test_a_trace_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere"):
         StepTrace(str(tmp_path / "nowhere" / "steps.jsonl"))
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it shows when a line is written or when the last ones are flushed."""
+    monkeypatch.setattr("engine.loop.event_loop.HOUSEKEEPING_MS", 0)  # a flush each turn
+    engine = traced(tmp_path, "/dev/full")
+
+    async def work(client: EngineClient) -> None:
+        assert len((await run(client, make_request("a", prompt_of(1, 100), 6))).ids) > 0
+        assert len((await run(client, make_request("b", prompt_of(2, 9), 6))).ids) > 0
+
+    serve(engine, work)
+    assert engine.error is None
+    said = [record.getMessage() for record in caplog.records if "step_trace" in record.message]
+    assert len(said) == 1 and "/dev/full" in said[0]
+
+
+def test_lines_that_no_longer_fit_are_said_once_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trace = StepTrace("/dev/full")
+    trace._file.write("what a buffer holds")
+    trace.close()
+    trace.flush()
+    trace.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
