@@ -12,15 +12,17 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import zmq
 
 from _scheduler import Scheduler
 from engine import api
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.execution.batch import ModelRunner
 from engine.execution.executor import Executor
 from engine.grammar.compiler import GrammarCompiler
@@ -46,6 +48,8 @@ from engine.transport import EngineSocket
 from kvtiers.store import Store
 
 logger = logging.getLogger(__name__)
+
+FileT = TypeVar("FileT")
 
 MAX_FRAMES_A_TURN = 256
 NAMES_PER_SLOT = 2  # names of pages remembered, for each page of L1 and L2
@@ -108,8 +112,7 @@ class EngineServer:
             keeper: what a process that outlives this one keeps for it.
             store: used as L3 instead of the configured one.
 
-        Raises: ConfigError where the configured tiers cannot be; OSError for the inputs' log or the
-            steps' trace.
+        Raises: ConfigError where the configured tiers cannot be, or a file cannot be written.
         """
         keeper = keeper if keeper is not None else Keeper()
         self._config = config
@@ -117,11 +120,12 @@ class EngineServer:
         self._compiler = grammar_compiler
         self.instance_id = uuid.uuid4().hex
         self._socket = socket
+        log_path = config.tiers.record_inputs
+        self._log = _opened("engine.tiers.record_inputs", log_path, _write_to)
+        self._trace = _opened("engine.step_trace", config.step_trace, StepTrace)
         outbox = Outbox(self._socket, self._hello(runner))
         counters = Counters()
         lower = build_lower_tiers(config, runner, wake.set, l2_fd=keeper.l2_fd, store=store)
-        self._log = _open_log(config.tiers.record_inputs)
-        self._trace = StepTrace(config.step_trace) if config.step_trace else None
         scheduler = build_scheduler(
             config,
             runner,
@@ -283,9 +287,16 @@ class EngineServer:
         )
 
 
-def _open_log(path: str) -> BinaryIO | None:
-    """The file that the scheduler's inputs go to, if they are wanted. Raises: OSError."""
-    return Path(path).open("wb") if path else None
+def _write_to(path: str) -> BinaryIO:
+    return Path(path).open("wb")
+
+
+def _opened(field: str, path: str, open_file: Callable[[str], FileT]) -> FileT | None:
+    """A file that the configuration names, if it names one. Raises: ConfigError."""
+    try:
+        return open_file(path) if path else None
+    except OSError as error:
+        raise ConfigError(field, path, "a file that can be written", str(error)) from error
 
 
 def _now_ms() -> int:

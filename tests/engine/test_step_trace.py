@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from engine.client import EngineClient
+from engine.config import TiersConfig
+from engine.errors import ConfigError
 from engine.loop.step_trace import StepTrace
 from tests.engine.test_tiers import SCRIPT, VOCAB, prompt_of
 from tests.fakes.live_engine import LiveEngine, make_request, run, serve
@@ -42,9 +45,16 @@ def test_every_step_has_a_line_with_its_tokens_and_times(tmp_path: Path) -> None
     assert [line["done_us"] for line in lines] == sorted(line["done_us"] for line in lines)
 
 
-def test_a_trace_that_cannot_be_written_is_said_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="nowhere"):
-        StepTrace(str(tmp_path / "nowhere" / "steps.jsonl"))
+@pytest.mark.parametrize("field", ["step_trace", "tiers.record_inputs"])
+def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path, field: str) -> None:
+    path = str(tmp_path / "nowhere" / "steps.jsonl")
+    engine = traced(tmp_path, path if field == "step_trace" else "")
+    if field != "step_trace":
+        tiers = TiersConfig(record_inputs=path)
+        engine.config = dataclasses.replace(engine.config, tiers=tiers)
+    wanted = rf"engine.{field} = '{path}': allowed: a file that can be written \(hint: .*No such"
+    with pytest.raises(ConfigError, match=wanted):
+        engine.__enter__()
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_engine(

@@ -101,16 +101,22 @@ class LiveEngine:
         if self._wait_grammar:
             compiler.wait_warm()
         socket = EngineSocket(self.config.socket_path)
-        self.server = EngineServer(
-            self.config,
-            self.runner,
-            compiler,
-            vocabulary,
-            socket,
-            wake,
-            keeper=self._keeper,
-            store=self._store,
-        )
+        try:
+            self.server = EngineServer(
+                self.config,
+                self.runner,
+                compiler,
+                vocabulary,
+                socket,
+                wake,
+                keeper=self._keeper,
+                store=self._store,
+            )
+        except BaseException:
+            compiler.close()
+            socket.close(linger_ms=0)
+            wake.close()
+            raise
         self._prepare(self.server)
         self._thread = threading.Thread(target=self._run, name="live-engine", daemon=True)
         self._thread.start()
