@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from engine.config import EngineConfig
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.model_loading import load_model
 from engine.layers import mla_prefill
+from kernels import mla_workspace
 from kernels.fixed_order import FIXED_ORDER
 from kernels.ops.mla_prefill_form import absorbs_prefill
 from kernels.selection import override
@@ -116,6 +118,26 @@ def test_layers_share_a_step_and_read_their_own_latents(few_are_absorbed: None) 
     for step in steps:
         found = step.run(work=work)
         torch.testing.assert_close(found.double(), attention_by_hand(step), rtol=1e-4, atol=1e-5)
+
+
+def test_a_short_row_is_not_read_before_its_own_tokens_are_written() -> None:
+    """A decode kernel may begin early as far as a step writes few tokens of a row; here, it may
+    not: on a GPU it would read what the kernel in front is still to write."""
+    workspaces = []
+    make = mla_workspace.make_mla_workspace
+
+    def recorded(**sizes: Any) -> mla_workspace.MlaWorkspace:
+        workspaces.append(make(**sizes))
+        return workspaces[-1]
+
+    step = _step([(200, 30), (64, 1)], "plain")
+    with (
+        mock.patch.object(mla_prefill, "make_mla_workspace", recorded),
+        override("mla_prefill_form", "absorbed"),
+    ):
+        step.run()
+    assert [workspace.may_start_early for workspace in workspaces] == [False, False]
+    assert make(max_rows=1, num_heads=1, q_len=1, device="cpu").may_start_early
 
 
 def test_where_nothing_was_measured_every_row_is_expanded() -> None:
