@@ -68,7 +68,14 @@ class Case:
 
     memory: HeldMemory
 
-    def __init__(self, tmp_path: Path, *, overlap_loads: bool = True, **options: object) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        *,
+        overlap_loads: bool = True,
+        max_slots: int = MAX_SLOTS,
+        **options: object,
+    ) -> None:
         self.runner = ScriptedRunner(
             SCRIPT,
             vocab_size=VOCAB,
@@ -80,11 +87,12 @@ class Case:
         )
         layout = ScriptedLayout(PAGE_SIZE, NUM_LAYERS)
         shape = PoolShape(num_slots=64, page_bytes=layout.page_bytes, page_size=PAGE_SIZE)
-        tiers = TiersConfig(l2_bytes=shape.num_bytes + 4096, overlap_loads=overlap_loads)
+        way = "on" if overlap_loads else "off"
+        tiers = TiersConfig(l2_bytes=shape.num_bytes + 4096, overlap_loads=way)
         self.engine = LiveEngine(
             str(tmp_path),
             self.runner,
-            max_slots=MAX_SLOTS,
+            max_slots=max_slots,
             tiers=tiers,
             prepare=self._prepare,
             **options,  # type: ignore[arg-type]

@@ -85,3 +85,47 @@ def test_what_an_aborted_request_found_is_told_if_it_was_good(
         assert stats["admitted_cached_tokens"] - before["admitted_cached_tokens"] == num_found
 
     serve(case.engine, work)
+
+
+@pytest.mark.parametrize(
+    ("bad_page", "is_forgotten", "num_found"),
+    [(None, False, 32), (5, False, 20), (5, True, 0), (0, False, 0)],
+)
+def test_a_request_that_gave_way_while_its_pages_came_says_what_was_good_and_is_still_there(
+    tmp_path: Path, bad_page: int | None, is_forgotten: bool, num_found: int
+) -> None:
+    """Between the bad load and its next row it is retracted, and what it had may be gone."""
+    case = Case(tmp_path, max_slots=1)
+    may_end = threading.Event()
+
+    async def work(client: EngineClient) -> None:
+        await case.lower(client)
+        before = await client.stats()
+        if bad_page is not None:
+            case.damage(bad_page)
+        case.memory.at_the_end = lambda: may_end.wait(20) and None
+        num_before = case.runner.num_steps
+        # One token: no row behind the first one, so the loop plans on while the pages come.
+        later = asyncio.create_task(all_of(client, make_request("later", LATER, 1, priority=2)))
+        await until(lambda: case.runner.num_steps > num_before)
+        urgent = asyncio.create_task(all_of(client, make_request("urgent", prompt_of(9, 9), 3)))
+        while (await client.stats())["retractions"] == 0:
+            await asyncio.sleep(0.002)
+        case.runner.gate.clear()
+        may_end.set()
+        await until(lambda: case.runner.is_held)  # the urgent one's step
+        if is_forgotten:
+            await client.move_prefix(pack_ids(PROMPT), "none")
+        case.runner.gate.set()
+        starts = [item for item in await later if isinstance(item, api.Started)]
+        assert [start.cache for start in starts] == [
+            api.CacheHit(l2=num_found, to_compute=len(LATER) - num_found)
+        ]
+        got = await Collected().read(client.attach("later"))
+        assert got.ids == want(LATER, 1) and got.started == starts[0]
+        await urgent
+        stats = await settled(client)
+        assert stats["retractions"] == 1
+        assert stats["admitted_cached_tokens"] - before["admitted_cached_tokens"] == num_found
+
+    serve(case.engine, work)
