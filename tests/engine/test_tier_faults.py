@@ -8,12 +8,13 @@ foreign or stale page changes the tokens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,9 @@ from kvtiers.breaker import BreakerLimits, BreakerStore
 from kvtiers.deadline_store import Deadlines, DeadlineStore
 from kvtiers.host_pool import PoolShape, kept_slots
 from kvtiers.host_region import make_region_fd
+from kvtiers.objects import object_bytes
 from kvtiers.store import Store, StoreState, resolve_parents
+from kvtiers.stores import StoreSpec, open_store
 from tests.engine.test_tiers import (
     PAGE_SIZE,
     ask,
@@ -41,6 +44,7 @@ from tests.engine.test_tiers import (
 )
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, serve
 from tests.fakes.memory_store import MemoryStore
+from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
 from tests.fakes.scripted_runner import ScriptedLayout
 
 PROMPTS = [prompt_of(seed, 33) for seed in range(6)]
@@ -291,7 +295,39 @@ def test_requests_cancelled_in_every_phase_leave_no_page_behind(tmp_path: Path, 
     serve(engine, work)
 
 
-def test_tenants_under_churn_in_all_tiers_never_get_a_foreign_token(tmp_path: Path) -> None:
+@pytest.fixture(params=["memory", "file", "mooncake"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """An L3 of each kind, the real ones as an engine opens them."""
+    if request.param == "memory":
+        yield make_store()
+        return
+    layout = ScriptedLayout(PAGE_SIZE)
+    spec = StoreSpec(
+        kind=request.param,
+        layout_fingerprint=layout.fingerprint(),
+        object_bytes=object_bytes(layout.page_bytes),
+        directory=str(tmp_path / "l3"),
+        quota_bytes=32 << 20,
+        run_dir=str(tmp_path / "mooncake"),
+    )
+    with contextlib.ExitStack() as stack:
+        if request.param == "mooncake":
+            require_mooncake()
+            machine = MooncakeMachine(tmp_path / "mooncake")
+            stack.callback(machine.close)
+        store = open_store(spec)
+        assert store is not None
+        stack.callback(store.close)
+        deadline_s = time.monotonic() + 60
+        while store.status().state is not StoreState.UP:
+            assert time.monotonic() < deadline_s, store.status().reason
+            time.sleep(0.02)
+        yield store
+
+
+def test_tenants_under_churn_in_all_tiers_never_get_a_foreign_token(
+    tmp_path: Path, any_store: Store
+) -> None:
     """Each tenant's prompts share one public head, then carry a canary of its own tokens.
 
     Same tokens under another salt must be found nowhere; and whatever was evicted, loaded back or
@@ -330,7 +366,7 @@ def test_tenants_under_churn_in_all_tiers_never_get_a_foreign_token(tmp_path: Pa
 
     tiers = TiersConfig(l2_bytes=l2_bytes(20), l3_wait_ms=2000)
     engine = LiveEngine(
-        str(tmp_path), make_runner(16), token_budget=48, tiers=tiers, store=make_store()
+        str(tmp_path), make_runner(16), token_budget=48, tiers=tiers, store=any_store
     )
     serve(engine, work)
     assert all(tokens > 0 for tokens in seen.values()), "every tenant came back from below L1"
