@@ -27,6 +27,7 @@ KV_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 L3_KINDS = ("auto", "file", "mooncake", "none")
 MOONCAKE_PROTOCOLS = ("tcp", "rdma")
+OVERLAPS = ("auto", "on", "off")
 WEIGHT_FORMATS = ("auto", "dequantized", "packed")
 SPECULATIONS = ("none", "ngram", "mtp")
 # Kernels of a decode step take up to 16 tokens; with more they round otherwise. Drafts ride along
@@ -77,8 +78,8 @@ class TiersConfig:
     """What the file store may take on disk, least valuable pages dropped first; bytes."""
     l3_wait_ms: int = 500
     """How long a request waits to hear what L3 has of its prompt; 0: not at all; milliseconds."""
-    overlap_loads: bool = False
-    """A prompt's new tokens are computed while its pages still come from L2, layer by layer."""
+    overlap_loads: str = "auto"
+    """auto (on a GPU) | on | off: new tokens are computed while pages still come, layer by layer."""
     mooncake_master: str = ""
     """host:port of a Mooncake master that others run; empty: a private one on this machine."""
     mooncake_protocol: str = "tcp"
@@ -289,7 +290,11 @@ def _tier_problems(config: EngineConfig) -> Iterator[ConfigError]:
     yield from _range(config, "tiers.l3_wait_ms", 0, 600_000)
     yield from _range(config, "tiers.mooncake_segment_bytes", 1 << 24, 1 << 44)
     yield from _range(config, "tiers.mooncake_ssd_quota_bytes", 1 << 24, 1 << 50)
-    for name, allowed in (("l3", L3_KINDS), ("mooncake_protocol", MOONCAKE_PROTOCOLS)):
+    for name, allowed in (
+        ("l3", L3_KINDS),
+        ("overlap_loads", OVERLAPS),
+        ("mooncake_protocol", MOONCAKE_PROTOCOLS),
+    ):
         value = getattr(tiers, name)
         if value not in allowed:
             yield ConfigError(f"engine.tiers.{name}", value, " | ".join(allowed))

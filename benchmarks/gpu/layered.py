@@ -63,7 +63,9 @@ class Context:
 
     def measure(self, where: str, rounds: int) -> dict[str, Any]:
         """Times to the first token, and the tokens; `where`: l1 | l2 | l2 overlapped."""
-        tiers = TiersConfig(l2_bytes=self.l2_bytes, overlap_loads=where == "l2 overlapped")
+        tiers = TiersConfig(
+            l2_bytes=self.l2_bytes, overlap_loads="on" if where == "l2 overlapped" else "off"
+        )
         budget = 512 if len(self.base) < 4096 else 4096
         engine = LiveEngine(
             str(self.folder / where.replace(" ", "-")),

@@ -245,7 +245,7 @@ class Run:
             tiers=TiersConfig(
                 l2_bytes=shape.num_bytes + 4096 if num else 0,
                 l3_wait_ms=setting.l3_wait_ms,
-                overlap_loads=setting.overlap_loads,
+                overlap_loads="on" if setting.overlap_loads else "off",
             ),
             speculation=setting.speculation,
             keeper=Keeper(l2_fd=self.l2_fd),

@@ -53,22 +53,29 @@ def build_scheduler(
 
     Raises: ValueError naming the field.
     """
+    device = runner.next_input_ids.device.type
     limits = SchedulerConfig(
         page_size=runner.page_size,
         num_pages=runner.num_pages,
         max_slots=config.max_slots,
         max_context_len=runner.max_context_len,
-        token_budget=config.tokens_per_step(runner.next_input_ids.device.type),
+        token_budget=config.tokens_per_step(device),
         model_fingerprint=runner.model_fingerprint,
         num_l2_pages=num_l2_pages,
         use_l3=use_l3,
         probe_l3=use_l3,
         l3_wait_ms=config.tiers.l3_wait_ms,
-        overlap_loads=config.tiers.overlap_loads and num_l2_pages > 0,
+        overlap_loads=_overlaps_loads(config, device) and num_l2_pages > 0,
     )
     if log is not None:
         return RecordingScheduler(limits, log)
     return Scheduler(limits)
+
+
+def _overlaps_loads(config: EngineConfig, device: str) -> bool:
+    """Beside a CPU's own step, copies take what the step needs."""
+    chosen = config.tiers.overlap_loads
+    return chosen == "on" or (chosen == "auto" and device == "cuda")
 
 
 class ControlPlane:

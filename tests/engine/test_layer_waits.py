@@ -142,7 +142,7 @@ def test_the_tokens_are_those_of_an_engine_without_tiers(
     runner = make_runner(config, kind)
     options = dict(max_slots=SLOTS, token_budget=64, speculation=speculation)
     serve(LiveEngine(str(tmp_path / "a"), runner, tiers=TiersConfig(l2_bytes=0), **options), alone)  # type: ignore[arg-type]
-    tiers = TiersConfig(l2_bytes=L2_BYTES, overlap_loads=True)
+    tiers = TiersConfig(l2_bytes=L2_BYTES, overlap_loads="on")
     serve(
         LiveEngine(str(tmp_path / "b"), runner, tiers=tiers, prepare=prepare, **options),  # type: ignore[arg-type]
         work,
