@@ -79,7 +79,7 @@ class TiersConfig:
     l3_wait_ms: int = 500
     """How long a request waits to hear what L3 has of its prompt; 0: not at all; milliseconds."""
     overlap_loads: str = "auto"
-    """auto (on a GPU) | on | off: new tokens are computed while pages still come, layer by layer."""
+    """auto (on a GPU) | on | off: new tokens are computed while pages come, layer by layer."""
     mooncake_master: str = ""
     """host:port of a Mooncake master that others run; empty: a private one on this machine."""
     mooncake_protocol: str = "tcp"

@@ -69,8 +69,8 @@ def test_both_forms_agree_on_random_latents(kv: str) -> None:
 def test_a_step_of_both_forms_gives_the_logits_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: bool, kv_dtype: str
 ) -> None:
-    """Tolerance: where an expert's choice is nearly a tie, bf16 decides it either way (on an H200 in
-    one of fourteen samples, whose row goes on with the same logits)."""
+    """Tolerance: where an expert's choice is nearly a tie, bf16 decides it either way (on an H200
+    in one of fourteen samples, whose row goes on with the same logits)."""
     from kernels.triton import mla_prefill_form
 
     monkeypatch.setattr(mla_prefill_form, "LEAST_CACHED", 100)
