@@ -301,7 +301,7 @@ def mla_expand_pages(
     work: StepWork | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rows [n, page_size, latent_dim + rope_dim] in dtype, page table int32 [R, P]): the
-    rows' pages out of fp8 planes, and where they now lie: row r's pages in entry r.
+    rows' pages out of fp8 planes, and where they now lie: row r's pages first in entry r.
 
     Args:
         kv_pool_layer: fp8 planes, uint8 [num_pages, page bytes].

@@ -187,7 +187,8 @@ def check_fp8_pages() -> None:
     found, found_table = mla_layer.mla_expand_pages(*args)
     wanted, _ = reference_mla.mla_expand_pages(*args)
     torch.testing.assert_close(found, wanted, equal_nan=True)
-    assert found_table[0].tolist() == [0, 1, 2] and int(found_table[1, 0]) == 3
+    assert found_table[0, :3].tolist() == [0, 1, 2] and int(found_table[1, 0]) == 3
+    assert found_table.shape[1] % 16 == 0  # one compiled form of what reads it
     angles = torch.rand(9, 8) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
     kv, gain = torch.randn(5, 144) * 3, torch.rand(128)
