@@ -160,13 +160,19 @@ class ControlPlane:
             self._tiers.transfers.wait_copied(timeout_s)
         return self.take_acks()
 
-    def finish_tiers(self, requests: Sequence[Request], timeout_s: float) -> None:
-        """End requests for the scheduler, let their pages go down, and wait for what is moving."""
+    def finish_tiers(
+        self, requests: Sequence[Request], timeout_s: float, *, may_plan: bool
+    ) -> None:
+        """End requests for the scheduler, let their pages go down, and wait for what is moving.
+
+        Args:
+            may_plan: False where two steps are still in flight.
+        """
         tiers = self._tiers
         if tiers is None:
             return
         self.advance([Abort(request_id=r.index) for r in requests if r.is_submitted])
-        tiers.finish(self, timeout_s)
+        tiers.finish(self, timeout_s, may_plan=may_plan)
 
     def query_prefix(self, message: api.QueryPrefix) -> api.PrefixReply:
         """How much of a prefix each tier holds. Raises: ValueError for broken ids."""

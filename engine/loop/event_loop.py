@@ -139,7 +139,9 @@ class EngineLoop:
             step_done = commit(self._in_flight.popleft(), result).step_done
             for ended in self._control.advance([step_done]):
                 self._desk.end(ended)
-        self._control.finish_tiers(self._desk.all_live(), timeout_s)
+        # The scheduler plans nothing behind two steps that never came to their end.
+        may_plan = len(self._in_flight) < MAX_STEPS_IN_FLIGHT
+        self._control.finish_tiers(self._desk.all_live(), timeout_s, may_plan=may_plan)
 
     def _forget_void_samples(self) -> None:
         """What rows sample that read a bad page is not output, and must not be penalised as such:

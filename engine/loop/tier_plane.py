@@ -211,14 +211,15 @@ class TierPlane:
         l3 = list(self._in_l3)[::-1][:most]
         return Verification(self._transfers, l2, l3, self._wake)
 
-    def finish(self, control: Mover, timeout_s: float) -> None:
+    def finish(self, control: Mover, timeout_s: float, *, may_plan: bool = True) -> None:
         """At the end: start what the scheduler still wants moved and wait for all of it.
 
-        Nothing runs any more, so a plan holds moves alone.
+        Nothing runs any more, so a plan holds moves alone. Without plans, what moves is waited for.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            control.next_plan(time.monotonic_ns() // 1_000_000)
+            if may_plan:
+                control.next_plan(time.monotonic_ns() // 1_000_000)
             if not self._in_flight:
                 break
             if not self._transfers.wait_idle(deadline_s - time.monotonic()):

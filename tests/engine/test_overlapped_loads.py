@@ -372,6 +372,40 @@ def test_an_engine_stops_while_pages_come(tmp_path: Path) -> None:
     serve(case.engine, work)
 
 
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_an_engine_stops_though_pages_never_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    """With one step under way behind them, or two: what else moves still gets its time."""
+    monkeypatch.setattr("engine.loop.server.TIER_FLUSH_S", 0.1)
+    case = Case(tmp_path)
+    may_end = threading.Event()
+    was_closed: list[bool] = []
+
+    async def work(client: EngineClient) -> None:
+        await case.lower(client)
+        plane = case.engine.server._tiers._plane
+        assert plane is not None
+        close = plane.transfers.close
+
+        def watched(timeout_s: float = 0.0) -> None:
+            was_closed.append(not may_end.is_set())
+            close(timeout_s)
+
+        plane.transfers.close = watched  # type: ignore[method-assign]
+        case.memory.at_the_end = lambda: may_end.wait(20) and None
+        num_before = case.runner.num_steps
+        request = make_request("r", LATER, 1 if num_steps == 1 else 6)
+        reading = asyncio.create_task(Collected().read(client.generate(request)))
+        await until(lambda: case.runner.num_steps == num_before + num_steps)
+        await asyncio.to_thread(case.engine.stop)
+        may_end.set()
+        reading.cancel()
+
+    serve(case.engine, work)
+    assert was_closed == [True]
+
+
 class HungStore(MemoryStore):
     """Once it `hangs`, a put waits until it may answer."""
 
@@ -406,10 +440,10 @@ def test_what_runs_goes_down_before_an_engine_that_stops_waits_for_its_store(
         assert plane is not None
         finish = plane.finish
 
-        def watched(control: Mover, timeout_s: float) -> None:
+        def watched(control: Mover, timeout_s: float, *, may_plan: bool = True) -> None:
             were_waiting.append(not plane.transfers.wait_idle(0))
             store.may_answer.set()
-            finish(control, timeout_s)
+            finish(control, timeout_s, may_plan=may_plan)
 
         plane.finish = watched  # type: ignore[method-assign]
         store.hangs = True
