@@ -82,11 +82,18 @@ async def soak(engine: EngineProcess, num_kills: int, seed: int) -> None:
         await asyncio.sleep(rng.uniform(0.05, 2.0))
         if any(task.done() for task in streams):
             break
+        before = await client.stats(timeout_s=60)  # of the life that ends
         engine.kill()
         engine.start()
         await asyncio.sleep(0.5)
         stats = await client.stats(timeout_s=60)
-        line = {"kill": kill + 1, "answers": num_answers, "l2_pages": stats["cached_l2_pages"]}
+        line = {
+            "kill": kill + 1,
+            "answers": num_answers,
+            "l2_tokens": before["l2_cached_prompt_tokens"],
+            "l3_tokens": before["l3_cached_prompt_tokens"],
+            "l2_pages": stats["cached_l2_pages"],
+        }
         print(json.dumps(line), flush=True)
     is_over.set()
     await asyncio.gather(*streams)
