@@ -59,9 +59,10 @@ class StepLoads:
 
     def of_rows(self, plan: Plan) -> list[StepLoad | None]:
         """What each row of a plan waits for, after `take`."""
-        if not self._of_ticket:  # as ever, where the option is off
-            return [None] * len(plan.row_slots)
-        return [self._find(range(first, end)) for first, end in plan.row_loads.tolist()]
+        return [
+            self._find(range(first, end)) if first >= 0 else None
+            for first, end in plan.row_loads.tolist()
+        ]
 
     def note_ack(self, ticket: int, ok: bool) -> None:
         """A ticket is over."""
@@ -77,5 +78,10 @@ class StepLoads:
         bad, self._bad = self._bad, []
         return bad
 
-    def _find(self, tickets: range) -> StepLoad | None:
-        return next((self._of_ticket[t] for t in tickets if t in self._of_ticket), None)
+    def _find(self, tickets: range) -> StepLoad:
+        load = next((self._of_ticket[t] for t in tickets if t in self._of_ticket), None)
+        # A row that did not wait would read what is not there, and nobody would ever know.
+        assert load is not None, (
+            f"no step was told of tickets {tickets.start} to {tickets.stop - 1}"
+        )
+        return load

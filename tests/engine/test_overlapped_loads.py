@@ -12,18 +12,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from engine import api
 from engine.client import EngineClient
 from engine.config import TiersConfig
 from engine.loop.server import EngineServer
+from engine.loop.step_loads import StepLoads
 from engine.loop.tier_plane import Mover
 from engine.transport import pack_ids
 from kvtiers.device_memory import Body, DeviceMemory, Incoming, Wait
 from kvtiers.host_pool import PoolShape
 from kvtiers.layered_load import Fence, LayeredLoad
+from kvtiers.transfer import Move, MoveKind
 from tests.engine.test_tiers import PAGE_SIZE, SCRIPT, VOCAB, ask, prompt_of, settled, want
 from tests.fakes.flight_watch import FlightWatch
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
@@ -370,6 +375,29 @@ def test_an_engine_stops_while_pages_come(tmp_path: Path) -> None:
         reading.cancel()
 
     serve(case.engine, work)
+
+
+def test_a_row_whose_pages_came_with_no_step_is_refused() -> None:
+    """The scheduler plans a row beside the moves it waits for; without it, nobody would wait."""
+    started: list[int] = []
+    loads = StepLoads(NUM_LAYERS, lambda moves, load: started.extend(m.ticket for m in moves))
+    moves = [
+        Move(ticket=t, kind=MoveKind.LOAD_BACK, source=t, target=t, page_hash=b"", name=None)
+        for t in (7, 8)
+    ]
+    row = np.array([[7, 9]], np.int64)
+    early: Any = SimpleNamespace(row_loads=row[:0])
+    late: Any = SimpleNamespace(row_loads=np.array([[-1, -1], [7, 9]], np.int64))
+    assert loads.take(early, moves) == moves and started == []
+    with pytest.raises(AssertionError, match="tickets 7 to 8"):
+        loads.of_rows(late)
+    assert loads.take(late, moves) == [] and started == [7, 8]
+    first, second = loads.of_rows(late)
+    assert first is None and second is not None
+    loads.note_ack(7, ok=True)
+    assert loads.of_rows(late) == [None, second] and not second.is_over
+    loads.note_ack(8, ok=False)
+    assert second.is_over and loads.take_bad() == [second] and loads.take_bad() == []
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])
