@@ -58,6 +58,7 @@ def tiers_drain(settings: Settings, timeout: float, as_json: bool) -> None:
     click.echo(
         f"{reply['num_pages']} pages came down, {reply['num_lost']} were lost, "
         f"{reply['num_pending']} are still on their way"
+        + ("" if reply["is_flushed"] else "; the store did not make them safe (see tiers status)")
     )
 
 

@@ -391,12 +391,16 @@ class TiersReply(msgspec.Struct, tag="tiers", kw_only=True):
 
 
 class DrainReply(msgspec.Struct, tag="tiers_drained", kw_only=True):
-    """num_pages came down a tier, num_lost could not, num_pending were not over in time."""
+    """num_pages came down a tier, num_lost could not, num_pending were not over in time.
+
+    is_flushed: the store has made what it was given as safe as it gets; false: it did not in time.
+    """
 
     query_id: str
     num_pages: int
     num_lost: int = 0
     num_pending: int = 0
+    is_flushed: bool = True
 
 
 class VerifyReply(msgspec.Struct, tag="tiers_verified", kw_only=True):

@@ -49,6 +49,7 @@ async def drain(
         "num_pages": reply.num_pages,
         "num_lost": reply.num_lost,
         "num_pending": reply.num_pending,
+        "is_flushed": reply.is_flushed,
     }
 
 

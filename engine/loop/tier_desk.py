@@ -218,6 +218,7 @@ class TierDesk:
                 num_pages=int(pages - drain.pages_before),
                 num_lost=int(lost - drain.lost_before),
                 num_pending=plane.num_in_flight,
+                is_flushed=drain.is_flushed is True,
             ),
         )
         return True

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Appliance, Json
+from tests.fakes.mooncake_processes import require_mooncake
 
 PAGE_SIZE = 64
 # What it is asked of each turn; long enough that a turn fills pages.
@@ -164,3 +165,44 @@ def test_the_commands_show_drain_and_check_the_tiers(tiered: TieredAppliance) ->
     assert "l2: " in checked and " 0 bad" in checked
     metrics = tiered.http.get("/metrics").text
     assert 'moorage_tier_up{kind="file",tier="l3"} 1.0' in metrics
+
+
+class MooncakeAppliance(TieredAppliance):
+    """L3 is Mooncake, with its disk tier."""
+
+    def __init__(self, folder: Path) -> None:
+        self.settings_of_its_own = [  # type: ignore[misc]
+            *TieredAppliance.settings_of_its_own,
+            "--set", "engine.tiers.l3=mooncake",
+            "--set", f"engine.tiers.mooncake_segment_bytes={128 << 20}",
+            "--set", f"engine.tiers.mooncake_ssd_dir={folder}/ssd",
+            "--set", f"engine.tiers.mooncake_ssd_quota_bytes={512 << 20}",
+        ]  # fmt: skip
+        super().__init__(folder)
+
+
+def test_after_the_death_of_everything_mooncake_s_disk_has_the_pages() -> None:
+    """kill -9 of the supervisor (its Mooncake processes die with it), the engine and the API."""
+    require_mooncake()
+    with tempfile.TemporaryDirectory(prefix="moorage-e2e-") as folder:
+        appliance = MooncakeAppliance(Path(folder))
+        try:
+            appliance.use("undisturbed")
+            calm = appliance.session()
+            want = [text_of(say(appliance, calm, place)) for place in range(2)]
+            appliance.use("killed")
+            session_id = appliance.session()
+            said = [text_of(say(appliance, session_id, 0))]
+            known = int(appliance.get(f"/v1/sessions/{session_id}")["num_tokens"])
+            drained = appliance.admin("POST", "/admin/tiers/drain?timeout_s=60")
+            assert drained["is_flushed"] and drained["num_pending"] == 0
+            appliance.kill_all("supervisor", "engine", "api")
+            appliance.use("killed")
+            assert appliance.get(f"/v1/sessions/{session_id}")["num_tokens"] == known
+            turn = say(appliance, session_id, 1)
+            found = turn["x_cache"]
+            assert found["l3"] >= (known - 1) // PAGE_SIZE * PAGE_SIZE > 0, (found, known)
+            assert [*said, text_of(turn)] == want
+            appliance.check_pages()
+        finally:
+            appliance.stop()

@@ -372,6 +372,20 @@ def test_tenants_under_churn_in_all_tiers_never_get_a_foreign_token(
     assert all(tokens > 0 for tokens in seen.values()), "every tenant came back from below L1"
 
 
+def test_a_drain_says_whether_the_store_made_it_safe(tmp_path: Path) -> None:
+    store = make_store()
+
+    async def work(client: EngineClient) -> None:
+        await ask(client, "a", PROMPTS[0])
+        drained = await client.drain_tiers()
+        assert (drained.num_pending, drained.is_flushed) == (0, True)
+        store.flush = lambda timeout_s: False  # type: ignore[method-assign]
+        drained = await client.drain_tiers()
+        assert (drained.num_pending, drained.is_flushed) == (0, False)
+
+    serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, tiers=TIERS, store=store), work)
+
+
 def test_what_was_promised_is_in_the_store_when_the_engine_has_stopped(tmp_path: Path) -> None:
     store = make_store()
     store.before_call = lambda: time.sleep(0.02)
