@@ -33,7 +33,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def _runner(directory: Path, *, pieces: bool, **changes: Any) -> DeviceModelRunner:
+def _runner(
+    directory: Path, *, pieces: bool, eager: bool = False, **changes: Any
+) -> DeviceModelRunner:
     write_tiny_deepseek(directory, **changes)
     config = EngineConfig(
         model=str(directory),
@@ -53,7 +55,7 @@ def _runner(directory: Path, *, pieces: bool, **changes: Any) -> DeviceModelRunn
         max_tokens=_TOKENS,
         max_context_len=512,
         model_fingerprint="tiny",
-        eager=False,
+        eager=eager,
         prefill_graphs=pieces,
     )
     runner.warm_up()

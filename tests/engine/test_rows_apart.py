@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +111,24 @@ def test_apart_and_together_give_the_same_logits_and_the_same_kv(
         torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
     assert num_apart == 4
     torch.testing.assert_close(apart.kv_pool[:-1], together.kv_pool[:-1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_without_graphs_a_step_is_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    """Apart, both passes would be launched kernel by kernel."""
+    runner = _runner(tmp_path, pieces=False, eager=eager)
+    driver = PagedDriver(runner, seed=1)
+    one, other = driver.open(0), driver.open(1)
+    driver.step([(one, _ids(40, 1))], sample=[0])
+    passes: list[int] = []
+    forward = runner._launcher._model.forward
+
+    def counted(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        passes.append(len(ids))
+        return forward(ids, *rest)
+
+    monkeypatch.setattr(runner._launcher._model, "forward", counted)
+    driver.step([(other, _ids(30, 2)), (one, [5])], sample=[0, 1])
+    assert passes == ([31] if eager else [1, 30])
