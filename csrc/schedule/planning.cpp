@@ -28,6 +28,7 @@ void Scheduler::next_plan(TimeMs now_ms, Plan& plan) {
   emit_table_changes(plan);
   plan_running(plan);
   if (!is_short_of_pages_) plan_admissions(plan);
+  if (is_for_short_ones_ && !is_short_of_pages_) take_what_is_left(plan);
   plan.retracted.swap(retracted_);
   work_on_orders();
   leases_.note_cuts();
@@ -113,6 +114,22 @@ void Scheduler::plan_long_prefills(Plan& plan) {
     const std::int32_t most = std::min(rest, prefill_budget_ - kept);
     is_for_short_ones_ = is_for_short_ones_ || most < rest;
     if (most > 0) plan_row(*request, most, true, plan);
+  }
+}
+
+// Short ones may be shorter than that quarter, or have no slot or no memory to run in: then the long
+// ones' rows grow.
+void Scheduler::take_what_is_left(Plan& plan) {
+  for (StepRow& row : prefill_rows_) {
+    Request& request = *row.request;
+    if (!is_running(request) || !wants_prefill(request) || prefill_budget_ <= 0) continue;
+    const std::int32_t rest = request.prefill_end - request.num_planned;
+    const std::int32_t len = reserve(request, std::min(rest, prefill_budget_), plan);
+    row.len += len;
+    row.samples = row.start + row.len >= request.prefill_end;
+    prefill_budget_ -= len;
+    request.num_planned += len;
+    request.num_samples_in_flight += row.samples ? 1 : 0;  // it did not, or nothing were left of it
   }
 }
 

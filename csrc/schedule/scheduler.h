@@ -229,6 +229,7 @@ class Scheduler {
   // planning.cpp
   void plan_running(Plan& plan);
   void plan_long_prefills(Plan& plan);
+  void take_what_is_left(Plan& plan);
   bool is_short(std::int32_t num_tokens) const;
   void plan_row(Request& request, std::int32_t len, bool is_prefill, Plan& plan);
   static bool wants_prefill(const Request& request);

@@ -39,7 +39,7 @@ def test_a_short_prompt_passes_a_long_one_under_way_and_the_long_one_goes_on() -
     long = harness.submit(prompt(1, 100), max_new=1)
     assert step(harness) == {long.request_id: BUDGET}
     short = harness.submit(prompt(2, SHORT - 1), max_new=1)
-    assert step(harness) == {long.request_id: BUDGET - SHORT, short.request_id: SHORT - 1}
+    assert step(harness) == {long.request_id: BUDGET - SHORT + 1, short.request_id: SHORT - 1}
     assert short.ended is not None and long.ended is None
     assert step(harness) == {long.request_id: BUDGET}
     harness.run()
@@ -53,18 +53,18 @@ def test_several_short_ones_share_the_quarter_in_their_order() -> None:
     first, second, third = (job.request_id for job in shorts)
     assert step(harness) == {long.request_id: 12, first: 3, second: 1}
     # What runs already and has little left comes before the long one's share.
-    assert step(harness) == {long.request_id: 10, second: 2, third: 3}
+    assert step(harness) == {long.request_id: 11, second: 2, third: 3}
     harness.run()
 
 
 def test_another_long_prompt_gets_nothing_of_it() -> None:
     harness = make_harness(token_budget=BUDGET)
-    first = harness.submit(prompt(1, 60), max_new=1)
+    first = harness.submit(prompt(1, 62), max_new=1)
     step(harness)
     second = harness.submit(prompt(2, SHORT + 1), max_new=1)
     assert step(harness) == {first.request_id: BUDGET}
     short = harness.submit(prompt(3, 2), max_new=1)
-    assert step(harness) == {first.request_id: 12, short.request_id: 2}
+    assert step(harness) == {first.request_id: 14, short.request_id: 2}
     assert step(harness) == {first.request_id: BUDGET}  # its last: none is kept any more
     assert step(harness) == {second.request_id: SHORT + 1}
     harness.run()
@@ -78,8 +78,36 @@ def test_who_waits_for_somebody_elses_prefill_keeps_nothing_free() -> None:
     harness.submit([*shared[:12], 9], max_new=1)  # 12 tokens there: one uncached, and free to run
     follower = harness.submit([*shared[:40], 9, 9], max_new=1)
     lens = step(harness)
-    assert lens[leader.request_id] == 12 and follower.request_id not in lens
+    assert lens[leader.request_id] == BUDGET - 1 and follower.request_id not in lens
     assert step(harness) == {leader.request_id: BUDGET}
+    harness.run()
+
+
+def test_what_short_ones_cannot_take_for_lack_of_a_slot_goes_to_the_long_one() -> None:
+    harness = make_harness(token_budget=BUDGET, max_slots=2)
+    stream = harness.submit([1, 2], max_new=30)
+    long = harness.submit(prompt(1, 61), max_new=1)
+    step(harness)
+    short = harness.submit(prompt(2, 2), max_new=1)
+    done = 14
+    while done < 61:
+        lens = step(harness)
+        assert lens == {stream.request_id: 1, long.request_id: min(BUDGET - 1, 61 - done)}
+        done += lens[long.request_id]
+    assert long.ended is not None
+    assert step(harness) == {stream.request_id: 1, short.request_id: 2}
+    harness.run()
+
+
+def test_nor_for_lack_of_memory() -> None:
+    harness = make_harness(token_budget=BUDGET, num_pages=17, page_size=4, max_context_len=68)
+    long = harness.submit(prompt(1, 64), max_new=1)
+    step(harness)
+    short = harness.submit(prompt(2, 3), max_new=1)  # every page is the long one's
+    for _ in range(3):
+        assert step(harness) == {long.request_id: BUDGET}
+    assert long.ended is not None and long.outputs == harness.model.generate(long)
+    assert step(harness) == {short.request_id: 3}
     harness.run()
 
 
