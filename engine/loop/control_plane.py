@@ -7,7 +7,6 @@ Does not know: steps' tensors, grammars, peers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import BinaryIO
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from engine import api
 from engine.config import EngineConfig
 from engine.errors import RequestError
 from engine.execution.batch import ModelRunner
+from engine.loop.log_file import Sink
 from engine.loop.outbox import Outbox
 from engine.loop.replay import RecordingScheduler
 from engine.loop.requests import Request
@@ -47,7 +47,7 @@ def build_scheduler(
     *,
     num_l2_pages: int = 0,
     use_l3: bool = False,
-    log: BinaryIO | None = None,
+    log: Sink | None = None,
 ) -> Scheduler:
     """A scheduler for the pages and limits of `runner`; it writes its inputs to `log`.
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -36,6 +36,7 @@ from _scheduler import (
     StepDone,
     TransferAck,
 )
+from engine.loop.log_file import Sink
 
 if TYPE_CHECKING:
     from _scheduler import Event  # a name of the stub alone
@@ -305,7 +306,7 @@ def event_of(record: EventRecord) -> Event:
 class RecordingScheduler(Scheduler):
     """A scheduler that writes down each call that may change it, after the call succeeded."""
 
-    def __init__(self, config: SchedulerConfig, log: BinaryIO) -> None:
+    def __init__(self, config: SchedulerConfig, log: Sink) -> None:
         super().__init__(config)
         self._log = log
         self._encoder = msgspec.json.Encoder()

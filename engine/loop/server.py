@@ -12,17 +12,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO, TypeVar
 
 import zmq
 
 from _scheduler import Scheduler
 from engine import api
 from engine.config import EngineConfig
-from engine.errors import ConfigError
 from engine.execution.batch import ModelRunner
 from engine.execution.executor import Executor
 from engine.grammar.compiler import GrammarCompiler
@@ -35,6 +31,7 @@ from engine.loop.heart import Heart, Keeper
 from engine.loop.inbox import Inbox
 from engine.loop.intake import ModelLimits, unspeakable_ids
 from engine.loop.lease_desk import LeaseDesk
+from engine.loop.log_file import open_log_file
 from engine.loop.outbox import Outbox
 from engine.loop.page_names import PageNames
 from engine.loop.request_desk import RequestDesk
@@ -48,8 +45,6 @@ from engine.transport import EngineSocket
 from kvtiers.store import Store
 
 logger = logging.getLogger(__name__)
-
-FileT = TypeVar("FileT")
 
 MAX_FRAMES_A_TURN = 256
 NAMES_PER_SLOT = 2  # names of pages remembered, for each page of L1 and L2
@@ -120,9 +115,8 @@ class EngineServer:
         self._compiler = grammar_compiler
         self.instance_id = uuid.uuid4().hex
         self._socket = socket
-        log_path = config.tiers.record_inputs
-        self._log = _opened("engine.tiers.record_inputs", log_path, _write_to)
-        self._trace = _opened("engine.step_trace", config.step_trace, StepTrace)
+        self._log = open_log_file("engine.tiers.record_inputs", config.tiers.record_inputs)
+        self._steps = open_log_file("engine.step_trace", config.step_trace, appends=True)
         outbox = Outbox(self._socket, self._hello(runner))
         counters = Counters()
         lower = build_lower_tiers(config, runner, wake.set, l2_fd=keeper.l2_fd, store=store)
@@ -185,7 +179,7 @@ class EngineServer:
                 page_size=runner.page_size,
             ),
             speculation=Speculation(config, control, counters),
-            trace=self._trace,
+            trace=StepTrace(self._steps) if self._steps is not None else None,
             max_samples=config.rows_per_step,
             vocab_size=runner.vocab_size,
             now_ms=_now_ms,
@@ -271,10 +265,9 @@ class EngineServer:
             self._compiler.close()
             self._socket.close()
             self._wake.close()
-            if self._log is not None:
-                self._log.close()
-            if self._trace is not None:
-                self._trace.close()
+            for log in (self._log, self._steps):
+                if log is not None:
+                    log.close()
 
     def _hello(self, runner: ModelRunner) -> api.EngineHello:
         return api.EngineHello(
@@ -285,18 +278,6 @@ class EngineServer:
             page_size=runner.page_size,
             num_pages=runner.num_pages,
         )
-
-
-def _write_to(path: str) -> BinaryIO:
-    return Path(path).open("wb")
-
-
-def _opened(field: str, path: str, open_file: Callable[[str], FileT]) -> FileT | None:
-    """A file that the configuration names, if it names one. Raises: ConfigError."""
-    try:
-        return open_file(path) if path else None
-    except OSError as error:
-        raise ConfigError(field, path, "a file that can be written", str(error)) from error
 
 
 def _now_ms() -> int:

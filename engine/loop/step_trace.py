@@ -11,28 +11,19 @@ Does not know: what a step is for.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import time
-from collections.abc import Callable
 
 from engine.execution.steps import StepResult
 from engine.loop.commit import DispatchedStep
-
-logger = logging.getLogger(__name__)
+from engine.loop.log_file import LogFile
 
 
 class StepTrace:
-    """Lines appended to a file; what is not flushed yet may be lost with the process.
+    """Writes to a log that its owner closes."""
 
-    A full disk ends the trace, not the engine.
-    """
-
-    def __init__(self, path: str) -> None:
-        """Raises: OSError if the file cannot be opened."""
-        self._path = path
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by its owner
+    def __init__(self, log: LogFile) -> None:
+        self._log = log
 
     def note(self, step: DispatchedStep, result: StepResult, num_sampled: int) -> None:
         """A step was committed."""
@@ -51,22 +42,8 @@ class StepTrace:
             "sample_ms": round(result.sample_ms, 3),
             "error": result.error,
         }
-        self._try(lambda: self._file.write(json.dumps(line) + "\n"))
+        self._log.write(json.dumps(line).encode() + b"\n")
 
     def flush(self) -> None:
         """Let others read what was noted."""
-        self._try(self._file.flush)
-
-    def close(self) -> None:
-        """No more comes."""
-        self._try(self._file.close)
-
-    def _try(self, act: Callable[[], object]) -> None:
-        if self._file.closed:
-            return
-        try:
-            act()
-        except OSError as error:
-            logger.warning("engine.step_trace ends: %s: %s", self._path, error)
-            with contextlib.suppress(OSError):  # it tries to write what is left
-                self._file.close()
+        self._log.flush()

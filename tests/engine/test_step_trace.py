@@ -12,7 +12,7 @@ import pytest
 from engine.client import EngineClient
 from engine.config import TiersConfig
 from engine.errors import ConfigError
-from engine.loop.step_trace import StepTrace
+from engine.loop.log_file import LogFile
 from tests.engine.test_tiers import SCRIPT, VOCAB, prompt_of
 from tests.fakes.live_engine import LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner
@@ -57,12 +57,14 @@ def test_a_file_that_cannot_be_written_is_said_at_the_start(tmp_path: Path, fiel
         engine.__enter__()
 
 
-def test_a_full_disk_ends_the_trace_and_not_the_engine(
+def test_a_full_disk_ends_what_is_written_to_it_and_not_the_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it shows when a line is written or when the last ones are flushed."""
     monkeypatch.setattr("engine.loop.event_loop.HOUSEKEEPING_MS", 0)  # a flush each turn
     engine = traced(tmp_path, "/dev/full")
+    tiers = TiersConfig(record_inputs="/dev/full")
+    engine.config = dataclasses.replace(engine.config, tiers=tiers)
 
     async def work(client: EngineClient) -> None:
         assert len((await run(client, make_request("a", prompt_of(1, 100), 6))).ids) > 0
@@ -70,16 +72,21 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
 
     serve(engine, work)
     assert engine.error is None
-    said = [record.getMessage() for record in caplog.records if "step_trace" in record.message]
-    assert len(said) == 1 and "/dev/full" in said[0]
+    said = sorted(record.getMessage() for record in caplog.records)
+    names = ["engine.step_trace", "engine.tiers.record_inputs"]
+    assert [line.split(" ends: /dev/full: ")[0] for line in said] == names
 
 
-def test_lines_that_no_longer_fit_are_said_once_at_the_end(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    trace = StepTrace("/dev/full")
-    trace._file.write("what a buffer holds")
-    trace.close()
-    trace.flush()
-    trace.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+def test_what_no_longer_fits_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """When it is written, flushed or, at the latest, closed."""
+    for num_bytes, acts in ((1 << 20, 0), (10, 1), (10, 2)):
+        file = LogFile("engine.of_this_test", "/dev/full", appends=True)
+        file.write(b"x" * num_bytes)
+        for act in (file.flush, file.close)[acts - 1 :] if acts else ():
+            act()
+        file.write(b"y")
+        file.flush()
+        file.close()
+        (said,) = (record.getMessage() for record in caplog.records)
+        assert said.startswith("engine.of_this_test ends: /dev/full: ")
+        caplog.clear()
