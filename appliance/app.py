@@ -209,7 +209,7 @@ async def _sweep_journals_forever(services: Services) -> None:
 async def _sweep_forever(services: Services) -> None:
     """Expire idle sessions, forget old keys."""
     retention_ms = services.config.sessions.expired_retention_ms
-    sweeper = Sweeper(services.store, services.clock_ms, retention_ms=retention_ms)
+    sweeper = Sweeper(services.store, services.store.clock_ms, retention_ms=retention_ms)
     while True:
         try:
             await sweeper.sweep()

@@ -144,6 +144,9 @@ class ObservedStore:
     ) -> tuple[PendingTurn, ...]:
         return await self._store.queued_turns(session_id=session_id, owner=owner)
 
+    async def clock_ms(self) -> int:
+        return await self._store.clock_ms()
+
     async def live_owners(self, now_ms: int) -> frozenset[str]:
         return await self._store.live_owners(now_ms)
 

@@ -45,6 +45,9 @@ class TurnTakeover:
         self._beat_every_s = beat_every_s
         self._alive_ms = alive_ms
         self._strays: frozenset[str] = frozenset()  # at the last look
+        # By the store's clock: the last look, and from when on silence of others means death.
+        self._seen_ms: int | None = None
+        self._believed_from_ms = 0
 
     async def recover(self) -> int:
         """Take up the turns that an earlier life of this API process left; returns how many.
@@ -63,17 +66,24 @@ class TurnTakeover:
     async def run(self) -> None:
         """Say that this process is alive, and look after the turns of those that are not."""
         while True:
-            before_ms = self._services.clock_ms()
             await asyncio.sleep(self._beat_every_s)
-            # After a machine stood still, others need a moment to say again that they are alive.
-            stood_still = self._services.clock_ms() - before_ms > self._alive_ms / 2
             try:
-                await self._beat()
-                if not stood_still:
-                    await self.adopt_orphans()
-                await self.adopt_strays()
+                await self.look()
             except SessionError as error:
                 logger.warning("turns of other processes not looked at: %s", error)
+
+    async def look(self) -> None:
+        """One round of `run`."""
+        now_ms = await self._services.store.clock_ms()
+        # The machine stood still, the store was away, or its clock jumped: others could not say
+        # that they are alive either, and get the time to say it again.
+        if self._seen_ms is not None and abs(now_ms - self._seen_ms) > self._alive_ms / 2:
+            self._believed_from_ms = now_ms + self._alive_ms
+        self._seen_ms = now_ms
+        await self._beat()
+        if now_ms >= self._believed_from_ms:
+            await self.adopt_orphans()
+        await self.adopt_strays()
 
     async def adopt_orphans(self) -> int:
         """Take up the turns of processes that are dead; returns how many."""
@@ -82,7 +92,7 @@ class TurnTakeover:
         others = [turn for turn in turns if turn.owner != services.owner]
         if not others or self._turns.is_draining:
             return 0
-        alive = await services.store.live_owners(services.clock_ms())
+        alive = await services.store.live_owners(await services.store.clock_ms())
         num_adopted = 0
         for turn in others:
             if turn.owner in alive or not await services.store.claim_turn(turn, services.owner):
@@ -114,7 +124,7 @@ class TurnTakeover:
         return len(found)
 
     async def _beat(self) -> None:
-        until_ms = self._services.clock_ms() + self._alive_ms
+        until_ms = await self._services.store.clock_ms() + self._alive_ms
         await self._services.store.beat(self._services.owner, until_ms)
 
     async def _take_up_guarded(self, turn: PendingTurn) -> None:

@@ -314,6 +314,11 @@ class RedisSessionStore:
             return (await self._transact(write))[0] == b"ok"
         return False
 
+    async def clock_ms(self) -> int:
+        """The server's: machines may disagree about the time."""
+        seconds, micros = await self._call(self._client.time())
+        return int(seconds) * 1000 + int(micros) // 1000
+
     async def beat(self, owner: str, until_ms: int) -> None:
         write = self._new_write()
         write.add("ZADD", self._key("owners"), until_ms, owner)

@@ -8,6 +8,7 @@ the tables, sessions.sqlite_threads for who runs what where. Several processes m
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -256,6 +257,10 @@ class SqliteSessionStore:
 
     async def claim_turn(self, turn: PendingTurn, owner: str) -> bool:
         return await self._db.write(lambda db: queries.claim(db, turn, owner))
+
+    async def clock_ms(self) -> int:
+        """This machine's: all who share a file run here."""
+        return time.time_ns() // 1_000_000
 
     async def beat(self, owner: str, until_ms: int) -> None:
         def work(db: sqlite3.Connection) -> None:

@@ -183,8 +183,11 @@ class SessionStore(Protocol):
     async def claim_turn(self, turn: PendingTurn, owner: str) -> bool:
         """Make `owner` the owner of a pending or waiting turn; False if `turn.owner` is not."""
 
+    async def clock_ms(self) -> int:
+        """Milliseconds since the epoch, by one clock for all who share the store."""
+
     async def beat(self, owner: str, until_ms: int) -> None:
-        """Note that an API process is alive until then."""
+        """Note that an API process is alive until then, by `clock_ms`."""
 
     async def live_owners(self, now_ms: int) -> frozenset[str]:
         """The API processes that said they would be alive now."""

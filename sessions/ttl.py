@@ -8,7 +8,7 @@ The clock is an argument, so tests own time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,13 +36,14 @@ class Sweeper:
     An expired session answers `session_expired` for `retention_ms`, then it is gone. A session
     with a running turn is never touched: the turn's commit moves its expiry. After a clock that
     leapt by more than `max_step_ms` since the last pass, one pass is left out: a wrong clock that
-    is set right in the meantime expires nothing.
+    is set right in the meantime expires nothing. The clock is the store's, so that one machine of
+    several whose own is wrong expires nobody's session.
     """
 
     def __init__(
         self,
         store: SessionStore,
-        clock_ms: Callable[[], int],
+        clock_ms: Callable[[], Awaitable[int]],
         *,
         retention_ms: int,
         batch: int = 100,
@@ -57,7 +58,7 @@ class Sweeper:
 
     async def sweep(self) -> SweepResult:
         """Run one bounded pass; call it again while it returns a full batch."""
-        now_ms = self._clock_ms()
+        now_ms = await self._clock_ms()
         last_ms, self._last_ms = self._last_ms, now_ms
         if last_ms is not None and now_ms - last_ms > self._max_step_ms:
             logger.warning("clock leapt by %d ms: no session expires now", now_ms - last_ms)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
+from appliance.app import _sweep_forever
 from appliance.turn_events import EventJournals
 from appliance.turn_reader import TurnReader
 from appliance.turn_takeover import TurnTakeover
@@ -23,6 +24,7 @@ from sessions.config import SessionsConfig
 from sessions.errors import TurnNotFound
 from sessions.session import Session
 from sessions.sqlite_store import SqliteSessionStore
+from sessions.store import SessionStore
 from sessions.turn_log import PendingTurn, Record
 from tests.appliance.test_conflicts import follow, start, texts
 from tests.fakes.appliance import Json, RunningApp, says, sse_events
@@ -203,34 +205,114 @@ def test_turns_of_a_dead_process_are_taken_up_by_another(
     assert dead.turn(session_id, "three")["status"] == "completed"
 
 
-def test_processes_that_stood_still_together_leave_each_other_their_turns(
-    two_apps: tuple[RunningApp, RunningApp],
+class OtherClock:
+    """A store whose clock a test sets ahead; all else is the store's."""
+
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
+        self.ahead_ms = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def clock_ms(self) -> int:
+        return await self._store.clock_ms() + self.ahead_ms
+
+
+@pytest.mark.parametrize("jump_ms", [600_000, -600_000])
+def test_after_a_pause_an_outage_or_a_jump_of_the_clock_processes_leave_each_other_their_turns(
+    two_apps: tuple[RunningApp, RunningApp], jump_ms: int
 ) -> None:
-    """Behind a pause all look silent until they have had time to say that they live."""
+    """All look silent until they have had time to say that they live; who does not then is dead."""
+    one, two = two_apps
+    one.engine.pause()
+    two.engine.pause()
+    session_id = one.session()
+    turn_id = start(one, session_id, "mine")
+    store = OtherClock(two.services.store)
+    services = dataclasses.replace(two.services, store=store)
+    takeover = TurnTakeover(services, two.asgi.state.context.turns, alive_ms=20_000)
+
+    async def owner_after(ms: int) -> str:
+        store.ahead_ms += ms
+        await takeover.look()
+        (turn,) = await store.pending_turns()
+        return str(turn.owner)
+
+    async def look() -> None:
+        theirs, own = one.services.owner, two.services.owner
+        assert await owner_after(0) == theirs
+        # It says now and then that it lives, and could not for a while: what it said is old.
+        await store.beat(theirs, await store.clock_ms() + min(0, jump_ms) + 20_000)
+        assert await owner_after(jump_ms) == theirs
+        for _ in range(3):
+            assert await owner_after(6_000) == theirs
+        await store.beat(theirs, await store.clock_ms() + 20_000)
+        assert await owner_after(6_000) == theirs
+        assert await owner_after(9_000) == theirs
+        assert await owner_after(9_000) == own
+
+    run_in(two, look())
+    two.engine.resume()
+    assert follow(two, session_id, turn_id)[-1]["type"] == "turn.completed"
+    one.engine.resume()
+
+
+def test_whose_clock_is_wrong_takes_over_nothing(two_apps: tuple[RunningApp, RunningApp]) -> None:
+    """Machines may disagree about the time for ever: all go by the store's."""
     one, two = two_apps
     one.engine.pause()
     session_id = one.session()
     turn_id = start(one, session_id, "mine")
-    now_ms, looks = two.services.clock_ms, 0
-
-    def after_a_pause() -> int:
-        nonlocal looks
-        looks += 1
-        return now_ms() + (600_000 if 1 < looks <= 4 else 0)  # it wakes, and says that it lives
-
-    async def look_once() -> None:
-        paused = dataclasses.replace(two.services, clock_ms=after_a_pause)
-        takeover = TurnTakeover(paused, two.asgi.state.context.turns, beat_every_s=0.05)
-        task = asyncio.create_task(takeover.run())
-        while looks < 6:
-            await asyncio.sleep(0.01)
-        task.cancel()
-
-    run_in(two, look_once())
+    wrong = dataclasses.replace(two.services, clock_ms=lambda: two.services.clock_ms() + 86_400_000)
+    takeover = TurnTakeover(wrong, two.asgi.state.context.turns)
+    for _ in range(3):
+        run_in(two, takeover.look())
     (turn,) = run_in(two, two.services.store.pending_turns())
     assert (turn.id, turn.owner) == (turn_id, one.services.owner)
     one.engine.resume()
     assert follow(one, session_id, turn_id)[-1]["type"] == "turn.completed"
+
+
+class SweptStore:
+    """Counts the passes over a store."""
+
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
+        self.num_passes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def forget_keys(self, now_ms: int) -> int:
+        self.num_passes += 1
+        return await self._store.forget_keys(now_ms)
+
+
+def test_whose_clock_is_wrong_expires_nobody_s_session(
+    two_apps: tuple[RunningApp, RunningApp],
+) -> None:
+    one, two = two_apps
+    session_id = one.session()
+    one.turn(session_id, "kept")
+    store = SweptStore(two.services.store)
+    a_year_ms = 365 * 86_400_000
+    wrong = dataclasses.replace(
+        two.services,
+        store=store,
+        clock_ms=lambda: two.services.clock_ms() + a_year_ms,
+    )
+
+    async def sweep() -> None:
+        task = asyncio.create_task(_sweep_forever(wrong))
+        async with asyncio.timeout(30):
+            while store.num_passes == 0:
+                await asyncio.sleep(0.01)
+        task.cancel()
+
+    run_in(two, sweep())
+    assert one.get(f"/v1/sessions/{session_id}").json()["status"] == "idle"
+    assert one.turn(session_id, "again")["status"] == "completed"
 
 
 def test_a_turn_of_another_process_is_followed_to_its_end_and_waited_for(

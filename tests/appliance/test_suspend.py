@@ -171,7 +171,11 @@ def test_an_expired_session_gives_its_kv_back(tmp_path: Path) -> None:
         session_id, _ = with_history(app)
         ids = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
         store = app.services.store
-        sweeper = Sweeper(store, lambda: app.services.clock_ms() + 8 * 86_400_000, retention_ms=1)
+
+        async def in_a_week() -> int:
+            return await store.clock_ms() + 8 * 86_400_000
+
+        sweeper = Sweeper(store, in_a_week, retention_ms=1)
         done = asyncio.run_coroutine_threadsafe(sweeper.sweep(), app.loop).result(10)
         assert done.expired == (session_id,)
         deadline = time.monotonic() + 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -498,6 +499,12 @@ class SessionStoreContract:
             stored = harness.run(other.read_turn(session, claimed.id))
             assert stored == replace(claimed, owner=owner)
         assert not harness.run(other.claim_turn(pending(session), "x"))
+
+    def test_all_who_share_a_store_read_one_clock(self, harness: StoreHarness) -> None:
+        before_ms = time.time_ns() // 1_000_000
+        first = harness.run(harness.store.clock_ms())
+        second = harness.run(harness.another().clock_ms())
+        assert before_ms <= first <= second <= time.time_ns() // 1_000_000
 
     def test_owners_are_alive_until_they_said(self, harness: StoreHarness) -> None:
         store = harness.store

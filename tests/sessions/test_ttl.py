@@ -37,7 +37,10 @@ def clock() -> SessionClock:
 
 @pytest.fixture
 def sweeper(harness: StoreHarness, clock: SessionClock) -> Sweeper:
-    return Sweeper(harness.store, clock.now_ms, retention_ms=HOUR_MS, batch=2)
+    async def clock_ms() -> int:
+        return clock.now_ms()
+
+    return Sweeper(harness.store, clock_ms, retention_ms=HOUR_MS, batch=2)
 
 
 def make(harness: StoreHarness, expires_after_ms: int) -> Session:
