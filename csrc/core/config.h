@@ -18,7 +18,8 @@ struct SchedulerConfig {
   std::string model_fingerprint;      // part of every namespace
 
   std::int64_t ageing_ms = 10'000;    // waiting this long is worth one priority class
-  std::int64_t suffix_us_per_token = 100;  // an uncached token delays its request by this much
+  // An uncached token delays its request by this much: turns pass cold prompts while those queue.
+  std::int64_t suffix_us_per_token = 600;
 
   std::string eviction = "value";         // value | lru
   std::int32_t attention_len = 32768;     // context at which recomputing a token costs twice

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
 import _scheduler as cpp
 from tests.fakes.scheduler_sim import Harness, random_tokens
@@ -150,4 +151,26 @@ def test_what_a_lower_tier_holds_counts_as_cached() -> None:
             break
         harness.step()
     assert later.ended is not None and cold.ended is None
+    harness.run()
+
+
+@pytest.mark.parametrize(("later_ms", "passes"), [(30, True), (37, False)])
+def test_memory_that_comes_free_is_a_short_ones_if_a_long_one_did_not_come_long_before(
+    later_ms: int, passes: bool
+) -> None:
+    """Sixty uncached tokens are 36 ms of lateness, two 1.2: cold prompts that queue are passed by
+    turns, and not for ever."""
+    harness = make_harness(token_budget=BUDGET, num_pages=20, max_context_len=80)
+    stream = harness.submit(prompt(1, 50), max_new=6)
+    while not stream.outputs:
+        harness.step()
+    harness.submit(prompt(2, 16), max_new=9)  # with the stream all there is
+    harness.step()
+    long = harness.submit(prompt(3, 60), max_new=1)
+    harness.step()
+    harness.now_ms += later_ms
+    turn = harness.submit([*prompt(1, 50)[:48], 5, 6], max_new=9)
+    while not long.admissions and not turn.admissions:
+        harness.step()
+    assert bool(turn.admissions) is passes
     harness.run()
