@@ -63,9 +63,9 @@ WARM_UP_PAST = (0, 4096, 65536)
 # Decode rows beside a prefill: their kernels differ for one row, for numbers that 16 divides, and
 # by how many parts the keys and values of a row are cut into.
 WARM_UP_ROWS = (2, 12, 16, 24, 32, 48, 50)
-# A row that attends in absorbed form, in as few kernel rows as there are; 64 tokens behind a prefix
-# are one of many.
-WARM_UP_SHORT = (24, 4096)
+# Rows that attend in absorbed form, in as few and as many kernel rows as there are; 64 tokens behind
+# a prefix are one of some.
+WARM_UP_SHORT = ((24, 4096), (128, 4096))
 # Columns of a decode buffer.
 IDS, POSITIONS, MAPPING, SLOTS, LENS, NUM_COLUMNS = range(6)
 
@@ -96,9 +96,9 @@ def warm_up_steps(max_tokens: int, longest: int, max_slots: int) -> Iterator[tup
     for num in sizes[:1]:
         fitting = (rows for rows in WARM_UP_ROWS if rows < max_slots and num + rows <= max_tokens)
         yield from ((num, 0, rows) for rows in fitting)
-    num, past = WARM_UP_SHORT
-    if num <= most and num + past <= longest:
-        yield num, past, 0
+    for num, past in WARM_UP_SHORT:
+        if num <= most and num + past <= longest:
+            yield num, past, 0
 
 
 def buckets_up_to(max_rows: int) -> list[int]:

@@ -106,6 +106,6 @@ def test_a_short_prefill_launches_less_and_expands_nothing() -> None:
     assert _launches("--pieces", "--new", "33") == short
     fp8 = {**short, "mla_expand_pages_kernel": 1}
     assert _launches("--pieces", "--new", "20", "--past", "4096", "--kv", "fp8") == fp8
-    assert _launches("--pieces", "--new", "96") == {**short, "mla_absorb_kernel": 2}
-    for beyond in (("--new", "97"), ("--new", "96", "--past", "4095")):
+    assert _launches("--pieces", "--new", "128") == {**short, "mla_absorb_kernel": 2}
+    for beyond in (("--new", "129"), ("--new", "128", "--past", "4095")):
         assert _launches("--pieces", *beyond)["mla_prefill_hopper_kernel"] == 1
