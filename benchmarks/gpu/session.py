@@ -29,7 +29,7 @@ from benchmarks.source_tree import COMMIT_VARIABLE, source_facts
 
 ROOT = pathlib.Path(__file__).parents[2]
 TAIL_LINES = 25
-TESTS = "-m gpu -p no:benchmark -p no:cacheprovider -q -rf --timeout=150"
+TESTS = "-m gpu -p no:benchmark -p no:cacheprovider -v -rf --timeout=150"  # names, if cut
 TRIALS = (
     "tests/kernels/test_gpu_sampling.py tests/engine/test_gpu_deterministic.py"
     " tests/engine/test_gpu_speculation.py"
