@@ -63,8 +63,8 @@ WARM_UP_PAST = (0, 4096, 65536)
 # Decode rows beside a prefill: their kernels differ for one row, for numbers that 16 divides, and
 # by how many parts the keys and values of a row are cut into.
 WARM_UP_ROWS = (2, 12, 16, 24, 32, 48, 50)
-# Rows that attend in absorbed form, in as few and as many kernel rows as there are; 64 tokens behind
-# a prefix are one of some.
+# Rows that attend in absorbed form, in as few and as many kernel rows as there are; 64 tokens
+# behind a prefix are one of some.
 WARM_UP_SHORT = ((24, 4096), (128, 4096))
 # Columns of a decode buffer.
 IDS, POSITIONS, MAPPING, SLOTS, LENS, NUM_COLUMNS = range(6)
