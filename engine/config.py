@@ -34,7 +34,8 @@ SPECULATIONS = ("none", "ngram", "mtp")
 # up to there, so that they never change which kernels a step takes.
 TOKENS_WITH_DRAFTS = 16
 # A GPU expands a cached prefix once a step: a 64K prompt takes 1.66 s in steps of 2048, 1.41 in
-# 4096, 1.34 in 8192; its last step holds up running streams for 76, 136, 252 ms (H200, 2026-11).
+# 4096, 1.34 in 8192; its last step holds up running streams for 76, 136, 252 ms (H200, 2026-11;
+# over one token and zeros: random ones take a fifth longer).
 TOKEN_BUDGETS = {"cpu": 512, "cuda": 4096}
 # sockaddr_un.sun_path holds 108 bytes with its terminator (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107
