@@ -17,7 +17,7 @@ class SchedulerConfig:
         token_budget: int = 512,  # prefill + decode tokens per step
         model_fingerprint: str = "",
         ageing_ms: int = 10_000,  # waiting this long is worth one priority class
-        suffix_us_per_token: int = 600,  # an uncached token delays its request by this much
+        suffix_us_per_token: int = 800,  # an uncached token delays its request by this much
         eviction: str = "value",  # value | lru
         attention_len: int = 32768,  # context at which recomputing a token costs twice
         lease_percent: int = 50,  # of the pool, for all leases

@@ -154,11 +154,11 @@ def test_what_a_lower_tier_holds_counts_as_cached() -> None:
     harness.run()
 
 
-@pytest.mark.parametrize(("later_ms", "passes"), [(30, True), (37, False)])
+@pytest.mark.parametrize(("later_ms", "passes"), [(40, True), (49, False)])
 def test_memory_that_comes_free_is_a_short_ones_if_a_long_one_did_not_come_long_before(
     later_ms: int, passes: bool
 ) -> None:
-    """Sixty uncached tokens are 36 ms of lateness, two 1.2: cold prompts that queue are passed by
+    """Sixty uncached tokens are 48 ms of lateness, two 1.6: cold prompts that queue are passed by
     turns, and not for ever."""
     harness = make_harness(token_budget=BUDGET, num_pages=20, max_context_len=80)
     stream = harness.submit(prompt(1, 50), max_new=6)
