@@ -5,13 +5,12 @@ would have, once, when the server is back."""
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.appliance import RunningApp, says, sse_events
+from tests.fakes.appliance import RunningApp, says, until
 from tests.fakes.redis_server import RedisServer
 
 pytestmark = pytest.mark.redis
@@ -34,13 +33,6 @@ def app(tmp_path: Path, server: RedisServer) -> Iterator[RunningApp]:
         yield app
 
 
-def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, "it never comes to that"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("outage", ["killed", "stopped", "its log cut"])
 def test_a_turn_that_ends_while_redis_is_away_is_committed_once_it_is_back(
     app: RunningApp, server: RedisServer, outage: str
@@ -52,10 +44,7 @@ def test_a_turn_that_ends_while_redis_is_away_is_committed_once_it_is_back(
     events: list[dict[str, object]] = []
 
     def read() -> None:
-        body = {"input": "go", "stream": True}
-        headers = {"Idempotency-Key": "k"}
-        with app.http.stream("POST", path, json=body, headers=headers) as reply:
-            events.extend(sse_events(reply))
+        events.extend(app.stream(session_id, "go", headers={"Idempotency-Key": "k"}))
 
     reader = threading.Thread(target=read)
     reader.start()

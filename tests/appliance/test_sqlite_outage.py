@@ -6,18 +6,9 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.fakes.appliance import RunningApp, says, sse_events
-
-
-def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, "it never comes to that"
-        time.sleep(0.02)
+from tests.fakes.appliance import RunningApp, says, until
 
 
 def test_a_turn_that_ends_while_the_file_is_locked_is_committed_once_it_is_free(
@@ -32,10 +23,7 @@ def test_a_turn_that_ends_while_the_file_is_locked_is_committed_once_it_is_free(
         events: list[dict[str, object]] = []
 
         def read() -> None:
-            body = {"input": "go", "stream": True}
-            headers = {"Idempotency-Key": "k"}
-            with app.http.stream("POST", path, json=body, headers=headers) as reply:
-                events.extend(sse_events(reply))
+            events.extend(app.stream(session_id, "go", headers={"Idempotency-Key": "k"}))
 
         reader = threading.Thread(target=read)
         reader.start()

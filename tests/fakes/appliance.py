@@ -165,6 +165,14 @@ class RunningApp:
         return reply.status_code, error["code"], error["param"]
 
 
+def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait for a state."""
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline_s, "it never comes to that"
+        time.sleep(0.02)
+
+
 def sse_events(reply: httpx.Response) -> Iterator[Json]:
     """The JSON of every event of a stream, as it comes."""
     for line in reply.iter_lines():

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
+from tests.fakes.preload_shim import build_shim
 
 _SHIM = r"""
 #define _GNU_SOURCE
@@ -46,19 +44,8 @@ class FullDisk:
     (ENOSPC)."""
 
     def __init__(self, scratch: Path, folder: Path) -> None:
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            pytest.skip("no C compiler")
-        self.shim = scratch / "full_disk.so"
         self.flag = scratch / "disk_is_full"
-        subprocess.run(
-            [
-                *(compiler, "-shared", "-fPIC", f'-DFLAG="{self.flag}"'),
-                *(f'-DFOLDER="{folder}/"', "-xc", "-", "-o", self.shim, "-ldl"),
-            ],
-            input=_SHIM.encode(),
-            check=True,
-        )
+        self.shim = build_shim(scratch / "full_disk.so", _SHIM, FLAG=self.flag, FOLDER=f"{folder}/")
 
     def fill(self) -> None:
         self.flag.touch()

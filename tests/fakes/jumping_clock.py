@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
+from tests.fakes.preload_shim import build_shim
 
 _SHIM = r"""
 #define _GNU_SOURCE
@@ -52,19 +50,8 @@ class JumpingClock:
     """`shim` is for LD_PRELOAD."""
 
     def __init__(self, scratch: Path) -> None:
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            pytest.skip("no C compiler")
-        self.shim = scratch / "jumping_clock.so"
         self._file = scratch / "clock_jump_s"
-        subprocess.run(
-            [
-                *(compiler, "-shared", "-fPIC", f'-DJUMP_FILE="{self._file}"'),
-                *("-xc", "-", "-o", self.shim),
-            ],
-            input=_SHIM.encode(),
-            check=True,
-        )
+        self.shim = build_shim(scratch / "jumping_clock.so", _SHIM, JUMP_FILE=self._file)
 
     def jump_to(self, seconds: int) -> None:
         """From now on the wall clock is so many seconds ahead of the true time."""

@@ -20,6 +20,7 @@ from sessions.session import Session
 from sessions.turn_log import Record
 from tests.contracts.session_store import StoreHarness
 from tests.fakes.killed_writer import acknowledged_until_killed
+from tests.fakes.preload_shim import build_shim
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.session_turns import NOW_MS, fresh_session, outcome, pending, run_turn
 
@@ -188,15 +189,8 @@ def test_an_append_only_file_that_ends_in_zeros_is_refused_and_its_remedy_loses_
 
 
 def test_a_server_with_slow_fsync_acknowledges_only_what_a_kill_cannot_take(tmp_path: Path) -> None:
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    delay, shim = tmp_path / "delay_ms", tmp_path / "slow_fsync.so"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", f'-DDELAY_FILE="{delay}"', "-xc", "-", "-o", shim],
-        input=SLOW_FSYNC.encode(),
-        check=True,
-    )
+    delay = tmp_path / "delay_ms"
+    shim = build_shim(tmp_path / "slow_fsync.so", SLOW_FSYNC, DELAY_FILE=delay)
     server = RedisServer(tmp_path, preload=shim)
     server.start()
     harness = StoreHarness(lambda: RedisSessionStore(config_for(server)))
