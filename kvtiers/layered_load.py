@@ -58,10 +58,11 @@ class LayeredLoad:
 def layer_groups(
     num_layers: int, layer_bytes: int, first_bytes: int, most_bytes: int
 ) -> list[slice]:
-    """Runs of layers that are brought as one: of a page about `first_bytes`, then each half as much
-    again as the one before it, up to about `most_bytes`; of one layer at least.
+    """Runs of layers that are brought as one: of a page about `first_bytes`, then each `GROWTH`
+    times the one before it, up to about `most_bytes`; of one layer at least.
 
-    A reader that takes a layer more time than the link does never waits for the next run then.
+    A reader that takes `GROWTH` times as long for a layer as the link does need not wait for the
+    next run, but for what rounding to whole layers adds.
     """
     groups: list[slice] = []
     at, num_bytes = 0, float(min(first_bytes, most_bytes))
