@@ -347,7 +347,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--set", dest="settings", action="append", default=[], help="its settings")
     parser.add_argument("--trace", action="store_true", help="lines of the engine's steps too")
     parser.add_argument("--out", type=pathlib.Path)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.trace and args.url:
+        parser.error("--trace: only for a server that the benchmark starts, without --url")
+    return args
 
 
 def main() -> None:

@@ -179,11 +179,8 @@ std::int32_t Scheduler::count_uncached(Request& request) const {
   const PrefixMatch match = tree_.find(request.salt, request.tokens);
   const std::int32_t num_uncached = request.len() - match.len();
   if (!tiers_.is_enabled()) return num_uncached;
-  if (request.names.pages.empty()) {
-    request.names.space = hash_namespace(config_.model_fingerprint, request.salt);
-  }
   const auto num_below =
-      static_cast<std::int32_t>(pages_below(request.names, request.tokens, match).size());
+      static_cast<std::int32_t>(pages_below(request, request.tokens, match).size());
   const std::int32_t reached = match.full_len + num_below * config_.page_size;
   return std::min(num_uncached, request.len() - reached);
 }

@@ -67,7 +67,7 @@ void Scheduler::plan_running(Plan& plan) {
     num_prefills += wants_prefill(*request) ? 1 : 0;
   }
   // Streams come first, but they never take the whole step from a prefill that waits.
-  const std::int32_t kept = num_prefills == 0 ? 0 : (config_.token_budget + 3) / 4;
+  const std::int32_t kept = num_prefills == 0 ? 0 : quarter_of_step();
   const std::int32_t most_decode = std::max(1, config_.token_budget - kept);
   const std::int32_t decode_budget = std::min(num_decodes, most_decode);
   const bool speculates = num_decodes + num_draft_tokens <= most_decode;  // drafts give way first
@@ -91,9 +91,9 @@ void Scheduler::plan_running(Plan& plan) {
   plan_long_prefills(plan);
 }
 
-bool Scheduler::is_short(std::int32_t num_tokens) const {
-  return num_tokens <= (config_.token_budget + 3) / 4;
-}
+std::int32_t Scheduler::quarter_of_step() const { return (config_.token_budget + 3) / 4; }
+
+bool Scheduler::is_short(std::int32_t num_tokens) const { return num_tokens <= quarter_of_step(); }
 
 // A prompt of many steps leaves a quarter of each to short ones that come meanwhile: a turn of a
 // tool's answer does not wait until somebody's whole repository has been read.
@@ -106,8 +106,7 @@ void Scheduler::plan_long_prefills(Plan& plan) {
   if (prefill_budget_ <= 0 || std::ranges::none_of(order_, is_long)) return;
   const bool has_short = waiting_.any(
       [this](Request& request) { return is_short(request.num_uncached) && !must_wait(request); });
-  const std::int32_t kept =
-      has_short ? std::min((config_.token_budget + 3) / 4, prefill_budget_ / 2) : 0;
+  const std::int32_t kept = has_short ? std::min(quarter_of_step(), prefill_budget_ / 2) : 0;
   for (Request* request : order_) {
     if (!is_long(request)) continue;
     const std::int32_t rest = request->prefill_end - request->num_planned;

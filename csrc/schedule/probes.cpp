@@ -13,11 +13,8 @@ void Scheduler::start_probe(Request& request) {
   const auto num_full = static_cast<std::int32_t>(wanted.size()) / config_.page_size;
   if (num_full == 0) return;
   const PrefixMatch match = tree_.find(request.salt, wanted);
-  if (request.names.pages.empty()) {
-    request.names.space = hash_namespace(config_.model_fingerprint, request.salt);
-  }
   const auto num_known = match.full_len / config_.page_size +
-                         static_cast<std::int32_t>(pages_below(request.names, wanted, match).size());
+                         static_cast<std::int32_t>(pages_below(request, wanted, match).size());
   if (num_known >= num_full) return;
   request.probe_until_ms = now_ms_ + request.l3_wait_ms;
   page_hash(request.names, wanted, num_full - 1);

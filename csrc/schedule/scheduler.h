@@ -230,6 +230,7 @@ class Scheduler {
   void plan_running(Plan& plan);
   void plan_long_prefills(Plan& plan);
   void take_what_is_left(Plan& plan);
+  std::int32_t quarter_of_step() const;
   bool is_short(std::int32_t num_tokens) const;
   void plan_row(Request& request, std::int32_t len, bool is_prefill, Plan& plan);
   static bool wants_prefill(const Request& request);
@@ -269,6 +270,8 @@ class Scheduler {
   // transfers.cpp
   const PageHash& page_hash(PageNames& names, TokenSpan tokens, std::int32_t index) const;
   std::vector<PageHash> pages_below(PageNames& names, TokenSpan tokens,
+                                    const PrefixMatch& match) const;
+  std::vector<PageHash> pages_below(Request& request, TokenSpan tokens,
                                     const PrefixMatch& match) const;
   std::int64_t start_transfer(const std::string& salt, TokenSpan tokens, PrefixMatch match,
                               std::span<const PageHash> hashes);

@@ -36,6 +36,14 @@ std::vector<PageHash> Scheduler::pages_below(PageNames& names, TokenSpan tokens,
   return found;
 }
 
+std::vector<PageHash> Scheduler::pages_below(Request& request, TokenSpan tokens,
+                                             const PrefixMatch& match) const {
+  if (request.names.pages.empty()) {
+    request.names.space = hash_namespace(config_.model_fingerprint, request.salt);
+  }
+  return pages_below(request.names, tokens, match);
+}
+
 // Starts bringing pages behind `match` nearer. Returns the transfer to wait for, or -1.
 std::int64_t Scheduler::start_transfer(const std::string& salt, TokenSpan tokens,
                                        PrefixMatch match, std::span<const PageHash> hashes) {
@@ -99,10 +107,7 @@ std::int64_t Scheduler::start_load(const std::string& salt, TokenSpan tokens, Pr
 std::vector<PageHash> Scheduler::worth_bringing(Request& request, const PrefixMatch& match) {
   if (!tiers_.is_enabled() || request.loads_left == 0) return {};
   const TokenSpan wanted = TokenSpan(request.tokens).first(request.len() - 1);
-  if (request.names.pages.empty()) {
-    request.names.space = hash_namespace(config_.model_fingerprint, request.salt);
-  }
-  std::vector<PageHash> hashes = pages_below(request.names, wanted, match);
+  std::vector<PageHash> hashes = pages_below(request, wanted, match);
   const std::size_t num_worth = num_worth_loading(hashes, match.full_len);
   stats_.num_declined_pages += static_cast<std::int64_t>(hashes.size() - num_worth);
   hashes.resize(num_worth);
