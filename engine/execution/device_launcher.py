@@ -252,8 +252,8 @@ class DeviceLauncher:
             self._decode_batch(batch)
             return batch.sample_rows.numpy().astype(np.int64)
         num_prefill = int(is_longer.nonzero()[-1]) + 1
-        has_graphs = not self._limits.eager  # else apart is twice the launches
-        if has_graphs and self._drafting is None and are_better_apart(batch, num_prefill):
+        # In eager runs too, though apart is twice the launches there: they give a graph's bits.
+        if self._drafting is None and are_better_apart(batch, num_prefill):
             prefill, decode = part_rows(batch, num_prefill)
             self._decode_batch(decode)
             logits, first = self._mixed(prefill, num_prefill), self._limits.max_rows

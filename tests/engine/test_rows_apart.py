@@ -113,22 +113,39 @@ def test_apart_and_together_give_the_same_logits_and_the_same_kv(
     torch.testing.assert_close(apart.kv_pool[:-1], together.kv_pool[:-1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_without_graphs_a_step_is_one_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager: bool
+@pytest.mark.parametrize("pieces", [False, True])
+def test_eager_runs_cut_steps_as_graphs_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: bool
 ) -> None:
-    """Apart, both passes would be launched kernel by kernel."""
-    runner = _runner(tmp_path, pieces=False, eager=eager)
-    driver = PagedDriver(runner, seed=1)
-    one, other = driver.open(0), driver.open(1)
-    driver.step([(one, _ids(40, 1))], sample=[0])
-    passes: list[int] = []
-    forward = runner._launcher._model.forward
+    """Another cut is other kernels, so other bits on a device."""
+    passes: tuple[list[tuple[str, int]], ...] = [], []
+    drivers = []
+    for eager, mine in zip((False, True), passes, strict=True):
+        runner = _runner(tmp_path, pieces=pieces, eager=eager)
+        drivers.append(PagedDriver(runner, seed=1))
+        for name in ("forward", "forward_in_pieces"):
+            real = getattr(runner._launcher._model, name)
 
-    def counted(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-        passes.append(len(ids))
-        return forward(ids, *rest)
+            def counted(
+                ids: torch.Tensor, *rest: Any, note: Any = mine, name: str = name, real: Any = real
+            ) -> Any:
+                note.append((name, len(ids)))
+                return real(ids, *rest)
 
-    monkeypatch.setattr(runner._launcher._model, "forward", counted)
-    driver.step([(other, _ids(30, 2)), (one, [5])], sample=[0, 1])
-    assert passes == ([31] if eager else [1, 30])
+            monkeypatch.setattr(runner._launcher._model, name, counted)
+    rows = [[driver.open(slot) for slot in range(4)] for driver in drivers]
+    steps: list[Parts] = [
+        [(0, _ids(40, 1))],
+        [(1, _ids(30, 2)), (0, [5])],
+        [(2, _ids(3, 3)), (3, _ids(64, 4)), (0, [6]), (1, [7])],
+        [(0, _ids(20, 5)), (1, [8]), (2, [9])],
+        [(0, [1]), (1, [2])],
+    ]
+    for parts in steps:
+        captured, eager_run = (
+            driver.step([(mine[place], list(tokens)) for place, tokens in parts])
+            for driver, mine in zip(drivers, rows, strict=True)
+        )
+        assert torch.equal(captured, eager_run)
+    assert passes[0] == passes[1]
+    assert len(passes[0]) > len(steps)
