@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from _scheduler import Plan
+from _scheduler import Abort, Plan
+from engine import api
 from engine.execution.executor import Executor, Step, StepResult
 from engine.grammar.matcher import GrammarMatcher
 from engine.loop.batch_builder import BatchBuilder, ModelRows, model_rows
@@ -28,7 +29,7 @@ from engine.loop.counters import Counters
 from engine.loop.grammar_desk import GrammarDesk
 from engine.loop.outbox import Outbox
 from engine.loop.request_desk import RequestDesk
-from engine.loop.requests import Request
+from engine.loop.requests import Outcome, Request
 from engine.loop.speculation import Speculation
 from engine.loop.step_trace import StepTrace
 from engine.sampling.params import ALREADY_SET, RowSampling, SampleBatch
@@ -81,6 +82,7 @@ class EngineLoop:
         self._now_ms = now_ms
         self._in_flight: deque[DispatchedStep] = deque()
         self._held: StepResult | None = None  # of a step that read what is not known to be good
+        self._unmasked: set[int] = set()  # steps that sampled before their masks were filled
         # One is enough: a step's masks are filled after the step before it has sampled.
         self._bitmask = np.full((max_samples, -(-vocab_size // 32)), -1, dtype=np.int32)
         self._num_failed_steps = 0
@@ -123,9 +125,14 @@ class EngineLoop:
         return max(0, until_ms - now_ms)
 
     def abandon(self) -> None:
-        """Let the steps under way run to their end; nobody is told of their tokens."""
+        """Let the steps under way run to their end; nobody is told of their tokens.
+
+        A step behind another samples with its masks unfilled, for nothing: see `finish_tiers`.
+        """
         for step in self._in_flight:
-            step.sampling.mask_ready.set()
+            if not step.sampling.mask_ready.is_set():
+                self._unmasked.add(step.step_id)
+                step.sampling.mask_ready.set()
 
     def finish_tiers(self, timeout_s: float) -> None:
         """After `abandon`, once the executor has ended: what was computed goes down the tiers.
@@ -136,12 +143,24 @@ class EngineLoop:
             for ended in self._control.wait_for_loads(timeout_s):
                 self._desk.end(ended)
         while (result := self._next_result()) is not None:
-            step_done = commit(self._in_flight.popleft(), result).step_done
-            for ended in self._control.advance([step_done]):
+            step = self._in_flight.popleft()
+            if step.step_id in self._unmasked:
+                self._end_constrained(step)
+            for ended in self._control.advance([commit(step, result).step_done]):
                 self._desk.end(ended)
         # The scheduler plans nothing behind two steps that never came to their end.
         may_plan = len(self._in_flight) < MAX_STEPS_IN_FLIGHT
         self._control.finish_tiers(self._desk.all_live(), timeout_s, may_plan=may_plan)
+
+    def _end_constrained(self, step: DispatchedStep) -> None:
+        """What a step computed for requests with a grammar counts, what it sampled does not.
+
+        The grammar would refuse some of it, and a request that fails loses its newest KV.
+        """
+        for request in step.requests:
+            if request.matcher is not None and request.outcome is None:
+                request.outcome = Outcome(reason=api.FinishReason.ABORTED)
+                self._control.advance([Abort(request_id=request.index)])
 
     def _forget_void_samples(self) -> None:
         """What rows sample that read a bad page is not output, and must not be penalised as such:
