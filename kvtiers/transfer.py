@@ -93,6 +93,7 @@ class TransferEngine:
         self._wake = wake
         self._checks_bodies = checks_bodies
         self._acks: deque[Ack] = deque()  # append and popleft are atomic
+        self._acked = threading.Condition()
         self.rates = Rates()
         self._batch = BATCH[device.kind]
         self._copies = MoveQueue(
@@ -111,13 +112,10 @@ class TransferEngine:
             MoveKind.FETCH: self._reads,
             MoveKind.STORE: self._writes,
         }
+        queues = {"copies": self._copies, "reads": self._reads, "writes": self._writes}
         self._threads = [
             threading.Thread(target=self._work, args=(queue,), name=f"kv-{name}", daemon=True)
-            for name, queue in (
-                ("copies", self._copies),
-                ("reads", self._reads),
-                ("writes", self._writes),
-            )
+            for name, queue in queues.items()
             if queue is self._copies or store is not None
         ]
         for thread in self._threads:
@@ -218,6 +216,11 @@ class TransferEngine:
         queues = (self._copies, self._reads, self._writes)
         return all(queue.wait_empty(deadline_s) for queue in queues)
 
+    def wait_acked(self, timeout_s: float) -> bool:
+        """Wait until there is an ack to take; False: not in time."""
+        with self._acked:
+            return self._acked.wait_for(lambda: len(self._acks) > 0, max(0.0, timeout_s))
+
     def wait_copied(self, timeout_s: float) -> bool:
         """Wait until every move between L1 and L2 is acked, whatever a store does; False: as
         above."""
@@ -303,7 +306,9 @@ class TransferEngine:
 
     def _ack(self, moves: Sequence[Move], oks: Sequence[bool]) -> None:
         if moves:
-            self._acks.extend(Ack(m.ticket, ok) for m, ok in zip(moves, oks, strict=True))
+            with self._acked:
+                self._acks.extend(Ack(m.ticket, ok) for m, ok in zip(moves, oks, strict=True))
+                self._acked.notify_all()
             self._wake()
 
     def _load_back(self, moves: Sequence[Move]) -> tuple[list[bool], Wait | None]:

@@ -64,6 +64,21 @@ class Verification:
         threading.Thread(target=work, name="kv-verify", daemon=True).start()
 
 
+class _Flush:
+    """What the store was given until now is made to last, by a time (monotonic)."""
+
+    def __init__(self, transfers: TransferEngine, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._is_over = threading.Event()
+        transfers.flush(self._left_s(), lambda _: self._is_over.set())
+
+    def wait(self) -> None:
+        self._is_over.wait(self._left_s())
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline_s - time.monotonic())
+
+
 class TierPlane:
     """Owned by the loop's thread. Every ticket it was given is acked once, or dies with it."""
 
@@ -215,20 +230,28 @@ class TierPlane:
         """At the end: start what the scheduler still wants moved and wait for all of it.
 
         Nothing runs any more, so a plan holds moves alone. Without plans, what moves is waited for.
+        One that hangs keeps nobody else: what the others bring goes on, and when nothing has come
+        for half of the time that is left, the store makes safe what it has.
         """
         deadline_s = time.monotonic() + timeout_s
+        flush: _Flush | None = None  # of all that was acked so far
         while True:
             if may_plan:
                 control.next_plan(time.monotonic_ns() // 1_000_000)
             if not self._in_flight:
                 break
-            if not self._transfers.wait_idle(deadline_s - time.monotonic()):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
                 logger.warning("%d pages on their way down are lost", len(self._in_flight))
                 break
-            control.take_acks()
-        flushed = threading.Event()
-        self._transfers.flush(max(0.0, deadline_s - time.monotonic()), lambda _: flushed.set())
-        flushed.wait(max(0.0, deadline_s - time.monotonic()))
+            if self._transfers.wait_acked(left_s if flush is not None else left_s / 2):
+                control.take_acks()
+                flush = None
+            elif flush is None:
+                flush = _Flush(self._transfers, deadline_s)
+        if flush is None:
+            flush = _Flush(self._transfers, deadline_s)
+        flush.wait()
         self._transfers.close()
 
     def _give_up_slot(self, page: int) -> None:
