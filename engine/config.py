@@ -160,8 +160,17 @@ class EngineConfig:
     @property
     def rows_per_step(self) -> int:
         """The most rows a step has: each draft is a row of its own."""
-        with_drafts = 0 if self.speculation == "none" else TOKENS_WITH_DRAFTS
-        return max(self.max_slots, with_drafts)
+        return max(self.max_slots, self.drafted_tokens)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """The most tokens of a step with drafts; 0: there are none."""
+        return 0 if self.speculation == "none" else TOKENS_WITH_DRAFTS
+
+    @property
+    def longest_chain(self) -> int:
+        """The most tokens of one sequence in a decode step."""
+        return {"none": 1, "ngram": 1 + self.max_draft_tokens, "mtp": 2}[self.speculation]
 
     @property
     def socket_path(self) -> str:

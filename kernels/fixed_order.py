@@ -14,6 +14,7 @@ FIXED_ORDER = {
     "linear": "fixed",
     "linear_add": "composed",
     "mla_absorb": "fixed",
+    "mla_decode_form": "rows",
     "mla_output": "fixed",
     "mla_prefill": "fixed",
     "mla_prefill_form": "expanded",

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.execution.batch import ForwardBatch
+from engine.execution.decode_inputs import DecodeInputs
 from engine.execution.device_clock import DeviceStream
 from engine.execution.device_drafts import DeviceDrafts
 from engine.execution.device_logprobs import LogprobsLater
@@ -46,7 +47,13 @@ from engine.execution.host_ring import HostRing
 from engine.execution.prefill_pieces import PrefillPieces
 from engine.execution.rows_apart import are_better_apart, part_rows, places_apart
 from engine.execution.steps import Step, StepResult
-from engine.models.model import DraftingModel, PagedModel, PiecewiseModel, StepRows
+from engine.models.model import (
+    DraftingModel,
+    FoldingModel,
+    PagedModel,
+    PiecewiseModel,
+    StepRows,
+)
 from engine.sampling.params import SampleBatch, Sampled
 from kernels.ops.page_copy import copy_pages
 from kernels.ops.step_ids import feed_ids
@@ -66,8 +73,6 @@ WARM_UP_ROWS = (2, 12, 16, 24, 32, 48, 50)
 # Rows that attend in absorbed form, in as few and as many kernel rows as there are; 64 tokens
 # behind a prefix are one of some.
 WARM_UP_SHORT = ((24, 4096), (128, 4096))
-# Columns of a decode buffer.
-IDS, POSITIONS, MAPPING, SLOTS, LENS, NUM_COLUMNS = range(6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,9 @@ class DeviceLimits:
     eager: bool
     warms_prefill: bool = True  # with long prefixes, which kernels of fixed order take long for
     prefill_graphs: bool = False  # a step with prefill in pieces, if the model can
+    # Of a step with drafts, and of one sequence in it; 0 and 1: there are none.
+    drafted_tokens: int = 0
+    longest_chain: int = 1
 
 
 def warm_up_steps(max_tokens: int, longest: int, max_slots: int) -> Iterator[tuple[int, int, int]]:
@@ -131,13 +139,24 @@ class DeviceLauncher:
         # Behind the rows of decode graphs: those of prefill rows that a step computes apart.
         self._logits = torch.zeros(limits.max_rows + limits.max_slots, vocab, device=device)
         self._buckets = buckets_up_to(limits.max_rows)
-        self._decode_inputs = {size: ints(NUM_COLUMNS, size) for size in self._buckets}
+        forms = model.fold_forms(kv_pool) if isinstance(model, FoldingModel) else ()
+        self.decode_inputs = DecodeInputs(
+            self._buckets,
+            self._page_table,
+            page_size=limits.page_size,
+            sentinel_slot=self._sentinel,
+            sentinel_page=limits.sentinel_page,
+            forms=forms,
+            drafted_tokens=limits.drafted_tokens,
+            longest_chain=limits.longest_chain,
+        )
+        self._decoded = (1, 1)  # size and q_len of the decode step under way
         self._params = {
             size: torch.zeros(NUM_PARAMS, size, dtype=torch.float64, device=device)
             for size in self._buckets
         }
         self._token_ids = {size: ints(size) for size in self._buckets}
-        self._counting = torch.arange(limits.max_rows + 1, dtype=torch.int32, device=device)
+        self._counting = torch.arange(limits.max_rows, dtype=torch.int32, device=device)
         self._slot_masks = SlotMasks(sample_slots, vocab)
         self._ring = HostRing(
             device,
@@ -162,13 +181,16 @@ class DeviceLauncher:
         """Compile every kernel, and capture every graph; only sentinels are touched."""
         with torch.no_grad(), self._stream.enter():
             for size in reversed(self._buckets):
-                self._reset_inputs(size)
-                self._graphs.add(("forward", size), partial(self._decode, size))
+                self._reset_params(size)
+                for q_len in self.decode_inputs.q_lens(size):
+                    self.decode_inputs.reset(size, q_len)
+                    args = (size, q_len)
+                    self._graphs.add(("forward", *args), partial(self._decode, *args))
+                    if self._drafting is not None:
+                        self._graphs.add(("draft", *args), partial(self._draft, *args))
                 for draws in (False, True):
                     self._graphs.add(("sample", size, draws), partial(self._sample, size, draws))
                 self._sample_edited(size)
-                if self._drafting is not None:
-                    self._graphs.add(("draft", size), partial(self._draft, size))
             if self._pieces is not None:
                 for size in reversed(self._pieces.sizes):
                     with self._pieces.capturing(size):
@@ -267,60 +289,25 @@ class DeviceLauncher:
         """Rows of one token; logits of row i come to lie at i."""
         num_rows = batch.row_slots.shape[0]
         size = self._bucket(num_rows)
-        self._fill_decode(batch, size, num_rows)
-        self._graphs.run(("forward", size), partial(self._decode, size))
+        q_len = self.decode_inputs.fill(batch, size, self._ring)
+        self._decoded = (size, q_len)
+        self._graphs.run(("forward", size, q_len), partial(self._decode, size, q_len))
 
-    def _fill_decode(self, batch: ForwardBatch, size: int, num_rows: int) -> None:
-        columns = self._ring.ints((NUM_COLUMNS, size))
-        # The tail: no KV to read, and one place of the sentinel page to write to.
-        columns[:, num_rows:] = 0
-        columns[MAPPING, num_rows:] = self._limits.sentinel_page * self._limits.page_size
-        columns[SLOTS, num_rows:] = self._sentinel
-        parts = (
-            batch.input_ids,
-            batch.positions,
-            batch.slot_mapping,
-            batch.row_slots,
-            batch.seq_lens,
-        )
-        for column, part in enumerate(parts):
-            columns[column, :num_rows] = part
-        self._decode_inputs[size].copy_(columns, non_blocking=True)
-
-    def _reset_inputs(self, size: int) -> None:
-        """A step of padding alone."""
-        self._decode_inputs[size].zero_()
-        place = self._limits.sentinel_page * self._limits.page_size
-        self._decode_inputs[size][MAPPING] = place
-        self._decode_inputs[size][SLOTS] = self._sentinel
+    def _reset_params(self, size: int) -> None:
+        """Samples of padding alone."""
         self._params[size].zero_()
         self._params[size][SLOT] = self._sentinel
         self._params[size][TOP_P] = 1.0
 
-    def _decode(self, size: int) -> None:
+    def _decode(self, size: int, q_len: int) -> None:
         """The captured forward: `size` rows of one token, from the bucket's own buffer."""
-        inputs = self._decode_inputs[size]
-        ids = self._resolve(inputs[IDS], inputs[SLOTS])
+        inputs = self.decode_inputs
+        ids = self._resolve(inputs.ids(size), inputs.slots(size))
         sampled = self._counting[:size]
-        rows = self._decode_rows(size)
+        rows = inputs.rows(size, q_len)
         self._logits[:size] = self._model.forward(ids, rows, self._kv_pool, sampled)
         if self._drafting is not None:
             self._drafting.keep_hidden(size)
-
-    def _decode_rows(self, size: int) -> StepRows:
-        inputs = self._decode_inputs[size]
-        return StepRows(
-            positions=inputs[POSITIONS],
-            slot_mapping=inputs[MAPPING],
-            row_indptr=self._counting[: size + 1],
-            row_slots=inputs[SLOTS],
-            seq_lens=inputs[LENS],
-            page_table=self._page_table,
-            page_size=self._limits.page_size,
-            num_prefill_rows=0,
-            num_prefill_tokens=0,
-            samples_all=True,
-        )
 
     def _mixed(self, batch: ForwardBatch, num_prefill: int) -> torch.Tensor:
         """A step with prefill rows: the same model, sizes as they come."""
@@ -408,11 +395,11 @@ class DeviceLauncher:
             draws=draws,
         )
 
-    def _draft(self, size: int) -> None:
+    def _draft(self, size: int, q_len: int) -> None:
         """The captured drafting of a decode step: each row's sampled token is what follows it."""
         assert self._drafting is not None
         next_ids = self._token_ids[size].clamp_min(0)
-        rows = self._decode_rows(size)
+        rows = self.decode_inputs.rows(size, q_len)
         self._drafting.run_decode(size, next_ids, rows, self._kv_pool, self._counting[:size])
 
     def _draft_later(self, step: Step) -> Callable[[], NDArray[np.int32] | None]:
@@ -422,7 +409,8 @@ class DeviceLauncher:
             return lambda: None
         size = self._bucket(max(num, 1))
         if self._mixed_rows is None and num == step.forward.row_slots.shape[0]:
-            self._graphs.run(("draft", size), partial(self._draft, size))
+            key = ("draft", *self._decoded)
+            self._graphs.run(key, partial(self._draft, *self._decoded))
         elif self._mixed_rows is None:
             return self._draft_among_others(drafting, step)
         else:
@@ -444,12 +432,12 @@ class DeviceLauncher:
         batch, num = step.forward, len(step.sampling.rows)
         assert batch.next_ids is not None, "a model that drafts is told what follows"
         num_rows = batch.row_slots.shape[0]
-        size, num_sampled = self._bucket(num_rows), self._bucket(max(num, 1))
+        (size, q_len), num_sampled = self._decoded, self._bucket(max(num, 1))
         next_ids = torch.zeros_like(self._token_ids[size])
         next_ids[:num_rows] = self._ring.upload_ints(batch.next_ids)
         places = self._ring.upload_ints(batch.sample_rows).long()
         next_ids[places] = self._token_ids[num_sampled][:num]
-        rows, every = self._decode_rows(size), self._counting[:size]
+        rows, every = self.decode_inputs.rows(size, q_len), self._counting[:size]
         drafting.run_decode(size, next_ids.clamp_min(0), rows, self._kv_pool, every)
         held = self._ring.draft_ids(max(num, 1))[:num]
         held.copy_(drafting.draft_ids[size][places], non_blocking=True)

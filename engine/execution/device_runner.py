@@ -31,6 +31,8 @@ class DeviceModelRunner:
         eager: bool,
         warms_prefill: bool = True,
         prefill_graphs: bool = False,
+        drafted_tokens: int = 0,
+        longest_chain: int = 1,
     ) -> None:
         self._pool = pool
         self.vocab_size = model.vocab_size
@@ -48,6 +50,8 @@ class DeviceModelRunner:
             eager=eager,
             warms_prefill=warms_prefill,
             prefill_graphs=prefill_graphs,
+            drafted_tokens=drafted_tokens,
+            longest_chain=longest_chain,
         )
         self._launcher = DeviceLauncher(model, pool.kv, limits)
         self.next_input_ids = self._launcher.next_input_ids

@@ -18,9 +18,10 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.batch import ForwardBatch
 from engine.execution.device_runner import DeviceModelRunner
+from engine.execution.folding import folded_rows
 from engine.execution.memory import free_device_bytes, free_host_bytes
 from engine.execution.model_loading import LoadedModel, has_compiled_decoder, load_model
-from engine.models.model import DraftingModel, PagedModel, StepRows
+from engine.models.model import DraftingModel, FoldingModel, PagedModel, StepRows
 from kernels.errors import KernelInputError, NoKernelFoundError
 from kernels.late_compiles import report_late_compiles
 from kernels.ops.page_copy import copy_pages
@@ -56,6 +57,7 @@ class PagedModelRunner:
         self.num_pages = pool.num_pages
         self.model_fingerprint = model_fingerprint
         self.next_input_ids = torch.zeros(max_slots, dtype=torch.int32)
+        self._forms = model.fold_forms(pool.kv) if isinstance(model, FoldingModel) else ()
 
     @property
     def kv_pool(self) -> torch.Tensor:
@@ -111,6 +113,7 @@ class PagedModelRunner:
             num_prefill_rows=num_prefill_rows,
             num_prefill_tokens=int(batch.row_indptr[num_prefill_rows]),
             loads=batch.loads,
+            folded=None if num_prefill_rows else folded_rows(batch, self._forms),
         )
 
     def warm_up(self) -> None:
@@ -260,6 +263,8 @@ def _device_runner(
         eager=config.eager or not is_capturable,
         warms_prefill=not config.deterministic,  # one form of each kernel serves every step
         prefill_graphs=config.prefill_graphs and is_capturable,
+        drafted_tokens=config.drafted_tokens,
+        longest_chain=config.longest_chain,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from engine.layers.mla_prefill import prefill_values
 from engine.layers.mla_weights import INNER_EPS, MlaWeights
-from engine.models.model import StepRows
+from engine.models.model import FoldedRows, StepRows
 from kernels.mla_workspace import MlaWorkspace
 from kernels.ops.linear import linear_add, norm_linear
 from kernels.ops.mla import mla_absorb, mla_output, mla_values
@@ -35,7 +35,7 @@ def mla_attention(
     Args:
         norm: weight and eps of the RMSNorm in front.
         kv_pool_layer: one layer of the pool, a view.
-        workspace: planned for the step's decode rows.
+        workspace: planned for the step's decode rows, folded ones where they are.
         work: what kernels keep for the step's other layers.
     """
     q_THD, kv_TC = mla_project(residual_TX, norm, weights, cos_sin.shape[1])
@@ -45,7 +45,10 @@ def mla_attention(
             q_THD[:cut], kv_TC[:cut], weights, rows, kv_pool_layer, cos_sin, softmax_scale, work
         )
         parts.append(linear_add(o_TO, weights.out, residual_TX[:cut]))
-    if cut < q_THD.shape[0]:
+    if rows.folded is not None:
+        args = (q_THD, kv_TC, weights, rows, rows.folded, kv_pool_layer, cos_sin, softmax_scale)
+        parts.append(folded_output(*args, workspace, work, residual_TX))
+    elif cut < q_THD.shape[0]:
         absorbed_THC = _absorb(q_THD[cut:], kv_TC[cut:], weights, rows, kv_pool_layer, cos_sin)
         parts.append(
             mla_output(
@@ -62,6 +65,53 @@ def mla_attention(
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def folded_output(
+    q_THD: torch.Tensor,
+    kv_TC: torch.Tensor,
+    weights: MlaWeights,
+    rows: StepRows,
+    folded: FoldedRows,
+    kv_pool_layer: torch.Tensor,
+    cos_sin: torch.Tensor,
+    softmax_scale: float,
+    workspace: MlaWorkspace,
+    work: StepWork,
+    residual_TX: torch.Tensor,
+) -> torch.Tensor:
+    """As the unfolded rows of a step without prefill. Queries that are no token's stay zero: the
+    places are the same in each layer."""
+    num_heads, nope_dim, latent_dim = weights.w_uk.shape
+    num_queries = folded.row_slots.shape[0] * folded.q_len
+    width = latent_dim + q_THD.shape[2] - nope_dim
+    queries = work.keep("folded", lambda: q_THD.new_zeros(num_queries, num_heads, width))
+    mla_absorb(
+        q_THD,
+        kv_TC,
+        weights.kv_norm,
+        INNER_EPS,
+        rows.positions,
+        cos_sin,
+        kv_pool_layer,
+        rows.slot_mapping,
+        weights.w_uk,
+        queries,
+        folded.places,
+    )
+    return mla_output(
+        queries,
+        kv_pool_layer,
+        rows.page_table,
+        folded.row_slots,
+        folded.seq_lens,
+        softmax_scale,
+        workspace,
+        weights.w_uv,
+        weights.out,
+        residual_TX,
+        folded.places,
+    )
 
 
 def mla_project(

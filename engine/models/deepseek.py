@@ -18,9 +18,10 @@ from engine.models.deepseek_loader import DeepseekLayer, DeepseekStack, load_sta
 from engine.models.deepseek_pieces import DeepseekPieces
 from engine.models.model import LoadOptions, RunPiece, StepRows
 from engine.weights.reader import WeightReader
-from kernels.mla_workspace import make_mla_workspace
+from kernels.mla_workspace import MlaWorkspace, make_mla_workspace
 from kernels.ops.linear import linear, norm_linear
 from kernels.ops.mla import plan_mla_decode
+from kernels.ops.mla_decode_form import FoldForm, fold_forms
 from kernels.ops.norm import rms_norm
 from kernels.ops.sampling import argmax
 from kernels.ops.step_ids import embed_rows
@@ -42,13 +43,9 @@ class DeepseekForCausalLM:
         self.last_hidden = torch.empty(0)
         self._pieces: DeepseekPieces | None = None
         self._pool_layers: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())
-        self._workspace = make_mla_workspace(
-            max_rows=options.max_rows,
-            num_heads=config.num_heads,
-            q_len=1,
-            device=options.device,
-            latent_dim=config.latent_dim,
-        )
+        self._options = options
+        self._workspaces: dict[int, MlaWorkspace] = {}  # by q_len
+        self._workspace(1)
 
     @classmethod
     def load(
@@ -69,6 +66,11 @@ class DeepseekForCausalLM:
             rope_dim=self.config.rope_dim,
             dtype=dtype,
         )
+
+    def fold_forms(self, kv_pool: torch.Tensor) -> tuple[FoldForm, ...]:
+        """See `FoldingModel`."""
+        config, layer = self.config, self._layers_of(kv_pool)[0]
+        return fold_forms(config.num_heads, config.latent_dim, config.rope_dim, self._dtype, layer)
 
     def forward(
         self,
@@ -117,7 +119,7 @@ class DeepseekForCausalLM:
                 pools[index],
                 stack.cos_sin,
                 self.config.softmax_scale,
-                self._workspace,
+                self._workspace(1),
                 work,
                 pieces.values(num),
             )
@@ -125,10 +127,26 @@ class DeepseekForCausalLM:
         return self._logits(pieces.residual(num), rows, sample_rows)
 
     def _plan_decode_rows(self, rows: StepRows) -> None:
-        cut = rows.num_prefill_rows
-        if cut < rows.row_slots.shape[0]:
+        cut, folded = rows.num_prefill_rows, rows.folded
+        if folded is not None:
+            workspace = self._workspace(folded.q_len)
+            plan_mla_decode(workspace, folded.seq_lens, rows.page_table, folded.row_slots)
+        elif cut < rows.row_slots.shape[0]:
             seq_lens, slots = rows.seq_lens[cut:], rows.row_slots[cut:]
-            plan_mla_decode(self._workspace, seq_lens, rows.page_table, slots)
+            plan_mla_decode(self._workspace(1), seq_lens, rows.page_table, slots)
+
+    def _workspace(self, q_len: int) -> MlaWorkspace:
+        """Made when first asked for: a graph's, in the runs before its capture."""
+        found = self._workspaces.get(q_len)
+        if found is None:
+            found = self._workspaces[q_len] = make_mla_workspace(
+                max_rows=self._options.max_rows,
+                num_heads=self.config.num_heads,
+                q_len=q_len,
+                device=self._options.device,
+                latent_dim=self.config.latent_dim,
+            )
+        return found
 
     def _logits(
         self, residual: torch.Tensor, rows: StepRows, sample_rows: torch.Tensor
@@ -194,7 +212,7 @@ class DeepseekForCausalLM:
             kv_pool_layer,
             self._stack.cos_sin,
             self.config.softmax_scale,
-            self._workspace,
+            self._workspace(1 if rows.folded is None else rows.folded.q_len),
             work,
         )
         return feed_forward(residual, (layer.post_norm, eps), layer.feed_forward)

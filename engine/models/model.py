@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from kernels.llama_stack import PagedRows
+from kernels.ops.mla_decode_form import FoldForm
 from kvtiers.layered_load import LayeredLoad, wait_for_layer
 from kvtiers.layout import KvLayout
 
@@ -30,6 +31,17 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FoldedRows:
+    """The tokens of a decode step once more, for attention: N rows of `q_len` queries each, those
+    of one sequence in one row. Places that no token has are padding. All int32."""
+
+    q_len: int
+    places: torch.Tensor  # [T] of each token among the N * q_len queries
+    row_slots: torch.Tensor  # [N]
+    seq_lens: torch.Tensor  # [N] tokens of KV up to the row's last query; 0: padding
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows(PagedRows):
     """The rows of one step: the first `num_prefill_rows` hold the first `num_prefill_tokens`
     tokens, each row behind them has exactly one."""
@@ -42,6 +54,8 @@ class StepRows(PagedRows):
     samples_all: bool = False  # each row has one token, and all are sampled in order
     # Pages the rows read that are still on their way, layer by layer.
     loads: tuple[LayeredLoad, ...] = ()
+    # Given by who asked a FoldingModel: attention goes by these. Only without prefill rows.
+    folded: FoldedRows | None = None
 
     def wait_for_layer(self, layer: int) -> None:
         """To be called before a layer of the pool is read; at once where nothing is on its way."""
@@ -78,6 +92,15 @@ class DraftingModel(Protocol):
             next_ids: int32 [T], the token that follows each of the step's.
             hidden: `last_hidden` of that step.
         """
+        ...
+
+
+@runtime_checkable
+class FoldingModel(Protocol):
+    """A model whose attention may take several tokens of a sequence as one row."""
+
+    def fold_forms(self, kv_pool: torch.Tensor) -> tuple[FoldForm, ...]:
+        """How many, in this pool; none: rows stay as they are."""
         ...
 
 

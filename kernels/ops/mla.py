@@ -146,6 +146,7 @@ def mla_absorb(
     slot_mapping: torch.Tensor,
     w_uk: torch.Tensor,
     out: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write the step's latents as `mla_kv_write` does; return the queries as `mla_decode` takes
     them, [T, H, latent_dim + rope_dim], a new tensor or `out`.
@@ -155,6 +156,8 @@ def mla_absorb(
         w_uk: [H, nope_dim, latent_dim], contiguous, q's dtype.
         kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping: see `mla_kv_write`.
         out: where to, contiguous, q's dtype.
+        places: int32 [T], where in `out` [N, H, latent_dim + rope_dim] each token's queries go, no
+            two to one place; the rest of it stays. None: in order.
 
     Raises:
         KernelInputError: if shapes disagree or an index tensor is not int32.
@@ -167,19 +170,36 @@ def mla_absorb(
         expect_shape(name, index, (num_tokens,))
         expect_dtype(name, index, torch.int32)
     if out is None:
+        if places is not None:
+            raise KernelInputError("out", None, "a tensor, as places are in it")
         out = q.new_empty(num_tokens, num_heads, latent_dim + rope_dim)
-    expect_shape("out", out, (num_tokens, num_heads, latent_dim + rope_dim))
+    num_places = num_tokens if places is None else None
+    expect_shape("out", out, (num_places, num_heads, latent_dim + rope_dim))
+    _expect_places(places, num_tokens)
     formats = (("q", format_of(q.dtype)), ("kv", kv_format(kv_pool_layer)))
     traits = (
         ("nope_dim", nope_dim),
         ("latent_dim", latent_dim),
         ("rope_dim", rope_dim),
         ("num_tokens_up_to_64", num_tokens <= 64),
+        ("has_places", places is not None),
         *pool_traits(kv_pool_layer, latent_dim, rope_dim),
     )
     kernel = select_kernel(CallSignature("mla_absorb", q.device.type, formats, traits))
-    kernel.fn(q, kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping, w_uk, out)
+    args = (q, kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping, w_uk, out)
+    kernel.fn(*args, **_given(places))
     return out
+
+
+def _given(places: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """A kernel of a plugin need not know of places, and refuses `has_places` then."""
+    return {} if places is None else {"places": places}
+
+
+def _expect_places(places: torch.Tensor | None, num_tokens: int) -> None:
+    if places is not None:
+        expect_shape("places", places, (num_tokens,))
+        expect_dtype("places", places, torch.int32)
 
 
 def _values_traits(
@@ -243,6 +263,7 @@ def mla_output(
     w_uv: torch.Tensor,
     out_weight: LinearWeight,
     residual: torch.Tensor,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return residual + linear(values, out_weight) [T, hidden], a new tensor; `values` are what
     `mla_decode` returns, each head multiplied by its w_uv.
@@ -253,12 +274,16 @@ def mla_output(
         w_uv: [H, v_dim, latent_dim], contiguous, q's dtype.
         out_weight: [hidden, H * v_dim], as `linear` takes it.
         residual: [T, hidden], q's dtype.
+        places: int32 [T], which of the results of `mla_decode` is each token's; nobody reads the
+            others. None: in order.
 
     Raises:
         KernelInputError: if shapes disagree.
     """
     values = _values_traits(q, kv_pool_layer, workspace, w_uv)
-    expect_shape("residual", residual, (q.shape[0], out_weight.shape[0]))
+    num_tokens = q.shape[0] if places is None else residual.shape[0]
+    expect_shape("residual", residual, (num_tokens, out_weight.shape[0]))
+    _expect_places(places, num_tokens)
     width = w_uv.shape[0] * w_uv.shape[1]
     if out_weight.shape[1] != width:
         raise KernelInputError("out_weight", list(out_weight.shape), f"[any, {width}]")
@@ -269,8 +294,9 @@ def mla_output(
     )
     traits = (
         *values,
-        ("small_batch", q.shape[0] <= SMALL_BATCH_TOKENS),
-        ("up_to_8_tokens", q.shape[0] <= 8),
+        ("small_batch", num_tokens <= SMALL_BATCH_TOKENS),
+        ("up_to_8_tokens", num_tokens <= 8),
+        ("has_places", places is not None),
         ("num_rows", out_weight.shape[0]),
         ("num_cols", out_weight.shape[1]),
     )
@@ -286,6 +312,7 @@ def mla_output(
         w_uv,
         out_weight,
         residual,
+        **_given(places),
     )
     return out
 

@@ -3,6 +3,7 @@
 
 from kernels.portable import (
     layer_ops,
+    mla_decode_form,
     mla_prefill,
     mla_prefill_flash,
     mla_prefill_form,
@@ -12,6 +13,7 @@ from kernels.portable import (
 
 __all__ = [
     "layer_ops",
+    "mla_decode_form",
     "mla_prefill",
     "mla_prefill_flash",
     "mla_prefill_form",

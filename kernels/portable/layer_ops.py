@@ -82,6 +82,7 @@ def mla_absorb_of_two(
     slot_mapping: torch.Tensor,
     w_uk: torch.Tensor,
     out: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rope and store, then the product a head."""
     num_heads, nope_dim, latent_dim = w_uk.shape
@@ -90,12 +91,15 @@ def mla_absorb_of_two(
         q[..., nope_dim:], kv, norm_weight, eps, positions, cos_sin, kv_pool_layer, slot_mapping
     )
     absorbed = out
-    if absorbed is None:
+    if absorbed is None or places is not None:
         absorbed = q.new_empty(q.shape[0], num_heads, latent_dim + rope_dim)
     q_HTN = q[..., :nope_dim].transpose(0, 1)
     torch.bmm(q_HTN, w_uk, out=absorbed[..., :latent_dim].transpose(0, 1))
     absorbed[..., latent_dim:] = q[..., nope_dim:]
-    return absorbed
+    if out is None or places is None:
+        return absorbed
+    out[places.long()] = absorbed
+    return out
 
 
 @register_kernel("mla_values", "composed", priority=Priority.PORTABLE)
@@ -108,10 +112,13 @@ def mla_values_of_two(
     softmax_scale: float,
     workspace: MlaWorkspace,
     w_uv: torch.Tensor,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over latents, the values' up-projection a head."""
     o_THC = mla_decode(q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace)
-    o_THV = q.new_empty(q.shape[0], w_uv.shape[0], w_uv.shape[1])
+    if places is not None:
+        o_THC = o_THC[places.long()]
+    o_THV = q.new_empty(o_THC.shape[0], w_uv.shape[0], w_uv.shape[1])
     torch.bmm(o_THC.transpose(0, 1), w_uv.transpose(1, 2), out=o_THV.transpose(0, 1))
     return o_THV.view(o_THV.shape[0], -1)
 
@@ -128,9 +135,10 @@ def mla_output_of_three(
     w_uv: torch.Tensor,
     out_weight: LinearWeight,
     residual: torch.Tensor,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention and the values' up-projection, the layer's output projection."""
     values = mla_values_of_two(
-        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace, w_uv
+        q, kv_pool_layer, page_table, row_slots, seq_lens, softmax_scale, workspace, w_uv, places
     )
     return linear_add(values, out_weight, residual)

@@ -19,6 +19,7 @@ from kernels.ops.mla_kv_write import mla_kv_write
 from kernels.ops.moe import moe_route
 from kernels.ops.norm import rms_norm
 from kernels.registry import Priority, register_kernel
+from kernels.signature import CallSignature
 from kernels.step_work import StepWork
 from kernels.triton.fixed_attention import fixed_attention
 from kernels.triton.fixed_linear import BLOCK_M, fixed_experts, fixed_product
@@ -90,8 +91,16 @@ def fixed_moe_dense(
     return out.to(x.dtype)
 
 
+def _refuse_places(call: CallSignature) -> str | None:
+    return "it takes one token a row" if call.trait("has_places", False) else None
+
+
 @register_kernel(
-    "mla_absorb", "fixed", priority=Priority.TRIAL, formats={"q": FLOATS, "kv": FLOATS}
+    "mla_absorb",
+    "fixed",
+    priority=Priority.TRIAL,
+    formats={"q": FLOATS, "kv": FLOATS},
+    refuses=_refuse_places,
 )
 def fixed_absorb(
     q: torch.Tensor,
@@ -112,7 +121,11 @@ def fixed_absorb(
 
 
 @register_kernel(
-    "mla_output", "fixed", priority=Priority.TRIAL, formats={"q": FLOATS, "kv": FLOATS}
+    "mla_output",
+    "fixed",
+    priority=Priority.TRIAL,
+    formats={"q": FLOATS, "kv": FLOATS},
+    refuses=_refuse_places,
 )
 def fixed_output(
     q: torch.Tensor,

@@ -15,7 +15,7 @@ from kernels.triton.row_kernels import store_latent
 
 
 @quick_launch
-@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping", "places"])
 def mla_absorb_kernel(
     q,
     kv,
@@ -28,6 +28,7 @@ def mla_absorb_kernel(
     slot_mapping,
     w_uk,
     out,
+    places,
     num_tokens,
     q_stride,
     q_head_stride,
@@ -44,11 +45,13 @@ def mla_absorb_kernel(
     TOKENS: tl.constexpr,
     COLS: tl.constexpr,
     FP8: tl.constexpr,
+    PLACED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Program (head, slice of COLS latent columns): out[:, head, slice] = q_nope w_uk; the first
     slice also rotates the head's rope part. Programs behind the heads store a token's latent each
-    (see store_latent). q [T, H, NOPE + R], out [T, H, C + R], w_uk [H, NOPE, C]."""
+    (see store_latent). q [T, H, NOPE + R], out [T, H, C + R], w_uk [H, NOPE, C]. PLACED: token t
+    goes to row places[t] of `out`; else `places` is not read."""
     CHUNKS: tl.constexpr = C // COLS
     head = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -65,7 +68,10 @@ def mla_absorb_kernel(
             t = first + tl.arange(0, TOKENS)
             live = (t < num_tokens)[:, None]
             row = q + t.to(tl.int64)[:, None] * q_stride + head * q_head_stride
-            place = out + (t.to(tl.int64)[:, None] * H + head) * (C + R)
+            to = t
+            if PLACED:
+                to = tl.load(places + t, mask=t < num_tokens, other=0)
+            place = out + (to.to(tl.int64)[:, None] * H + head) * (C + R)
             values = tl.load(row + n[None, :], mask=live, other=0.0)
             absorbed = tl.dot(values, w)
             tl.store(place + c[None, :], absorbed.to(out.dtype.element_ty), mask=live)
@@ -108,7 +114,7 @@ def mla_absorb_kernel(
 
 
 @quick_launch
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["places"])
 def mla_merge_values_kernel(
     attended,
     partial_out,
@@ -116,6 +122,7 @@ def mla_merge_values_kernel(
     plan,
     w_uv,
     out,
+    places,
     num_rows,
     num_tokens,
     H: tl.constexpr,
@@ -126,17 +133,22 @@ def mla_merge_values_kernel(
     NUM_PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PLACED: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Program (token, head, slice of BLOCK_D latent columns): merges the slices of all parts as
     mla_merge_kernel does, rounds them, and multiplies them by their columns of w_uv [H, V, D]: out
     [D / BLOCK_D, T, H * V], to be summed by the reader where there are several. A row that one
-    part held whole lies in `attended` [T, H, D]."""
+    part held whole lies in `attended` [queries, H, D]. PLACED: token t is query places[t], which
+    is older than the kernel in front; else `places` is not read."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     piece = tl.program_id(2)
-    b = token // Q_LEN
-    r = token % Q_LEN * H + head
+    query = token
+    if PLACED:
+        query = tl.load(places + token)
+    b = query // Q_LEN
+    r = query % Q_LEN * H + head
     d = piece * BLOCK_D + tl.arange(0, BLOCK_D)
     v = tl.arange(0, V)
     w = tl.load(w_uv + (head * V + v)[:, None] * D + d[None, :])
@@ -168,7 +180,7 @@ def mla_merge_values_kernel(
         merged = merged * (1.0 / tl.where(norm > 0.0, norm, 1.0))
         merged = merged.to(attended.dtype.element_ty).to(tl.float32)
     else:
-        row = attended + (token.to(tl.int64) * H + head) * D
+        row = attended + (query.to(tl.int64) * H + head) * D
         merged = tl.load(row + d).to(tl.float32)
     values = tl.sum(w.to(tl.float32) * merged[None, :], axis=1)
     place = out + (piece * num_tokens + token).to(tl.int64) * (H * V) + head * V + v

@@ -61,6 +61,7 @@ def mla_absorb(
     slot_mapping: torch.Tensor,
     w_uk: torch.Tensor,
     out: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One launch: programs of a head's slice, and of four tokens' latents."""
     num_heads, nope_dim, latent_dim = w_uk.shape
@@ -84,6 +85,7 @@ def mla_absorb(
         slot_mapping,
         w_uk,
         out,
+        slot_mapping if places is None else places,
         num_tokens,
         q.stride(0),
         q.stride(1),
@@ -100,6 +102,7 @@ def mla_absorb(
         TOKENS=16,
         COLS=cols,
         FP8=kv_pool_layer.dtype == torch.uint8,
+        PLACED=places is not None,
         USE_PDL=pdl,
         num_warps=4,
         num_stages=1,
@@ -114,10 +117,13 @@ def merge_values(
     num_rows: int,
     w_uv: torch.Tensor,
     groups: int,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Partial results of the workspace -> values [T, H * V]; or fp32 [groups, T, H * V], to be
-    summed, which fills the GPU where there is one token."""
+    summed, which fills the GPU where there is one token. `places` int32 [T]: see `mla_output`."""
     num_tokens, num_heads, latent_dim = attended.shape
+    if places is not None:
+        num_tokens = places.shape[0]
     v_dim = w_uv.shape[1]
     out = torch.empty(
         groups,
@@ -129,7 +135,9 @@ def merge_values(
     pdl = use_pdl(attended.device)
     # All parts of a row at once where registers have room: another round waits for memory again.
     most = 128 if groups > 1 else 32
-    block_p = next_power_of_2(cdiv(workspace.num_parts, num_rows) + 1)
+    # Of folded rows most are padding: they have one tile.
+    real_rows = num_rows if places is None else cdiv(num_tokens, workspace.q_len)
+    block_p = next_power_of_2(cdiv(workspace.num_parts, real_rows) + 1)
     mla_merge_values_kernel[(num_tokens, num_heads, groups)](
         attended,
         workspace.partial_out,
@@ -137,6 +145,7 @@ def merge_values(
         workspace.plan,
         w_uv,
         out,
+        workspace.plan if places is None else places,
         num_rows,
         num_tokens,
         H=num_heads,
@@ -147,6 +156,7 @@ def merge_values(
         NUM_PARTS=workspace.num_parts,
         BLOCK_P=min(most, max(4, block_p)),
         BLOCK_D=latent_dim // groups,
+        PLACED=places is not None,
         USE_PDL=pdl,
         num_warps=16,
         num_stages=1,
@@ -224,6 +234,7 @@ def mla_output(
     w_uv: torch.Tensor,
     out_weight: RowWeight,
     residual: torch.Tensor,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention; merge and up-projection; output projection and residual: three launches."""
     attend = attend_fp8 if kv_pool_layer.dtype == torch.uint8 else attend_hopper
@@ -237,8 +248,8 @@ def mla_output(
         workspace.latent_dim,
         workspace,
     )
-    groups = VALUE_PARTS if q.shape[0] == 1 else 1
-    values = merge_values(attended, workspace, row_slots.shape[0], w_uv, groups)
+    groups = VALUE_PARTS if residual.shape[0] == 1 else 1
+    values = merge_values(attended, workspace, row_slots.shape[0], w_uv, groups, places)
     if values.dim() == 2:
         return linear_add(values, out_weight, residual)
     return linear_of_parts(values, out_weight, residual)

@@ -55,7 +55,7 @@ def test_interpreted_kernels_agree_with_their_references(family: str) -> None:
 
 def test_interpreted_kernels_of_a_decode_step_agree_with_their_references() -> None:
     out = _run("tests.kernels.triton_decode_interpreted", [], TRITON_INTERPRET="1")
-    assert out.count("ok ") == 21
+    assert out.count("ok ") == 25
 
 
 def test_interpreted_sampling_kernels_choose_what_their_references_choose() -> None:
@@ -77,6 +77,7 @@ def test_interpreted_kernels_of_fixed_order_give_a_row_its_bits_whatever_is_besi
         ("w4_rows", {"mma_sync": True, "bf16x2_scale": True}),
         ("dense_rows", {"mma_sync": True}),
         ("mla_hopper", {"wgmma": True, "tma": True, "mma_sync": False}),
+        ("mla_hopper_of_eight", {"wgmma": True, "tma": True, "mma_sync": False}),
         ("mla_portable", {"mma_sync": True}),
         ("mla_fp8", {"wgmma": True, "tma": True, "mma_sync": False, "bf16x2_scale": True}),
         ("moe_gate_up", {"mma_sync": True, "bf16x2_scale": True}),
@@ -108,6 +109,14 @@ def test_gathering_fp8_latents_compiles_for_hopper_without_spilling() -> None:
     line = json.loads(_run("tests.kernels.triton_compiled", ["gather_planes"]))
     assert line["stack_bytes"] == 0 and line["registers"] <= 128
     assert line["shared_bytes"] <= SHARED_BYTES_OF_HOPPER
+
+
+@pytest.mark.slow
+def test_what_surrounds_folded_rows_compiles_for_hopper_without_spilling() -> None:
+    names = ["absorb_placed", "merge_values_placed"]
+    lines = _run("tests.kernels.triton_compiled", names).splitlines()
+    found = {line["kernel"]: line["stack_bytes"] for line in map(json.loads, lines)}
+    assert found == dict.fromkeys(names, 0)
 
 
 @pytest.mark.slow

@@ -119,13 +119,38 @@ def compile_one(
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
-def mla_hopper() -> Any:
-    """Four query tokens of 16 heads: a full 64-row tile."""
+def mla_hopper(query_tokens: int = 4) -> Any:
+    """Four query tokens of 16 heads: a full 64-row tile; of eight: two."""
     from kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel
 
-    constants = dict(H=16, Q_LEN=4, D=512, NUM_PARTS=132, ROWS_PAD=64, TILE=64, STAGES=2)
+    tiles = query_tokens // 4
+    constants = dict(H=16, Q_LEN=query_tokens, D=512, NUM_PARTS=132 // tiles, TILE=64, STAGES=2)
+    constants["ROWS_PAD"] = 64 * tiles
     constants["USE_PDL"] = True
     return compile_one(mla_decode_hopper_kernel, constants, warps=4, gluon=True)
+
+
+def absorb(placed: bool) -> Any:
+    """Queries of a V2-Lite layer; `placed`: into folded rows."""
+    from kernels.triton.mla_decode_parts import mla_absorb_kernel
+
+    constants = dict(H=16, NOPE=128, C=512, R=64, PAGE=64, TOKENS=16, COLS=128, FP8=False)
+    constants |= dict(PLACED=placed, USE_PDL=True)
+    names = ("pool", "rope_pool", "scale_pool", "w_uk")
+    types = {name: "*bf16" for name in names}
+    types |= {name: "*i32" for name in ("positions", "slot_mapping")} | {"cos_sin": "*fp32"}
+    return compile_one(mla_absorb_kernel, constants, warps=4, types=types)
+
+
+def merge_values(placed: bool) -> Any:
+    """Of eight tokens, which may be one row of eight queries or two of four."""
+    from kernels.triton.mla_decode_parts import mla_merge_values_kernel
+
+    constants = dict(H=16, Q_LEN=8 if placed else 1, ROWS_PAD=128 if placed else 64, D=512, V=128)
+    constants |= dict(NUM_PARTS=66 if placed else 132, BLOCK_P=32, BLOCK_D=512)
+    constants |= dict(PLACED=placed, USE_PDL=True)
+    types = {"attended": "*bf16", "w_uv": "*bf16"}
+    return compile_one(mla_merge_values_kernel, constants, warps=16, types=types)
 
 
 def mla_portable() -> Any:
@@ -296,6 +321,11 @@ KERNELS = {
     "mla_fp8": mla_fp8,
     "mla_fp8_of_two": lambda: mla_fp8(2),
     "mla_hopper": mla_hopper,
+    "mla_hopper_of_eight": lambda: mla_hopper(8),
+    "absorb": lambda: absorb(False),
+    "absorb_placed": lambda: absorb(True),
+    "merge_values": lambda: merge_values(False),
+    "merge_values_placed": lambda: merge_values(True),
     "mla_portable": mla_portable,
     "gather_planes": gather_planes,
     "mla_prefill_hopper": mla_prefill_hopper,

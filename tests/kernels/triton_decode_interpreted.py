@@ -9,12 +9,15 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from benchmarks.gpu.prefill_layer import LayerSizes, PrefillLayers
+from engine.layers import mla as layers_mla
 from kernels.fp8_weight import Fp8Weight
 from kernels.latent_planes import decode_rows, latent_planes, row_bytes
-from kernels.mla_workspace import make_mla_workspace
+from kernels.mla_workspace import MlaWorkspace, make_mla_workspace
 from kernels.moe_routing import MoeRouting
 from kernels.portable import layer_ops
 from kernels.reference import linear as reference
@@ -24,6 +27,8 @@ from kernels.reference import step_ids as reference_ids
 from kernels.reference.mla_kv_write import mla_kv_write as reference_write
 from kernels.reference.quant import quantize_w4
 from kernels.w4_layout import TiledW4, tile_w4, tile_w4_gate_up, tile_w4_linear, tile_w4_swiglu
+from tests.fakes.attention_by_hand import attention_by_hand
+from tests.fakes.folded_layers import FoldedLayers
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, allowed: float = 2e-6) -> None:
@@ -140,6 +145,33 @@ def check_absorb(num_tokens: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+def check_absorb_placed(num_tokens: int) -> None:
+    """Queries at places of their own, the others as they were; latents where they always go."""
+    from kernels.triton import mla_layer
+
+    torch.manual_seed(num_tokens)
+    heads, nope, latent, rope, page = 3, 32, 64, 16, 16
+    table = torch.rand(50, rope)
+    kv = torch.randn(num_tokens, latent + rope)
+    positions = torch.randint(0, 50, (num_tokens,), dtype=torch.int32)
+    slots = torch.randperm(4 * page)[:num_tokens].to(torch.int32)
+    places = torch.randperm(3 * num_tokens)[:num_tokens].to(torch.int32)
+    w_uk, gain = torch.randn(heads, nope, latent), torch.rand(latent)
+    q = torch.randn(num_tokens, heads, nope + rope)
+    results = []
+    for put in (None, places):
+        pool = torch.zeros(4, 2, page, latent + rope)
+        out = torch.full((3 * num_tokens, heads, latent + rope), 7.0)
+        args = (q.clone(), kv, gain, 1e-6, positions, table, pool[:, 1], slots, w_uk)
+        if put is None:
+            found = mla_layer.mla_absorb(*args)
+            results.append((out.index_copy(0, places.long(), found), pool))
+        else:
+            mla_layer.mla_absorb(*args, out, put)
+            results.append((out, pool))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def planes_case(lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A pool of fp8 planes (two layers) that holds rows of these lengths; NaN where no token is."""
     latent, rope, page = 128, 16, 64
@@ -241,6 +273,61 @@ def check_merge_values(lens: list[int], q_len: int) -> None:
         found = mla_layer.merge_values(mixed, workspace, len(lens), w_uv, groups)
         assert found.dim() == (3 if groups > 1 else 2)
         close(found.sum(0) if groups > 1 else found, wanted, 1e-5)
+    places = torch.randperm(len(lens) * q_len)[: len(lens) * q_len // 2 + 1].to(torch.int32)
+    found = mla_layer.merge_values(mixed, workspace, len(lens), w_uv, 1, places)
+    close(found, wanted[places.long()], 1e-5)
+
+
+def check_folded(kv: str, specs: list[tuple[int, int]], q_len: int) -> None:
+    """A layer's decode rows with drafts through the launches of a GPU, against the definition."""
+    from unittest import mock
+
+    from kernels.triton import mla, mla_layer
+
+    sizes = LayerSizes(
+        num_heads=4,
+        nope_dim=16,
+        rope_dim=16,
+        v_dim=32,
+        latent_dim=128,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    step = FoldedLayers(PrefillLayers(specs, kv, sizes), q_len, sum(n for _, n in specs) + 2)
+
+    def workspace() -> MlaWorkspace:
+        made = make_mla_workspace(
+            max_rows=step.size,
+            num_heads=sizes.num_heads,
+            q_len=q_len,
+            latent_dim=sizes.latent_dim,
+            device="cpu",
+            num_processors=5,
+        )
+        made.partial_out.fill_(float("nan"))
+        mla.plan(made, step.folded.seq_lens, step.rows.page_table, step.folded.row_slots)
+        return made
+
+    def absorb(*args: Any) -> torch.Tensor:
+        return mla_layer.mla_absorb(*args)
+
+    def output(*args: Any) -> torch.Tensor:
+        q, pool, table, slots, lens, scale, made, w_uv, _, _, places = args
+        attended = mla.attend_portable(q, pool, table, slots, lens, scale, sizes.latent_dim, made)
+        return mla_layer.merge_values(attended, made, slots.shape[0], w_uv, 1, places)
+
+    with (
+        mock.patch.object(layers_mla, "mla_absorb", absorb),
+        mock.patch.object(layers_mla, "mla_output", output),
+        mock.patch.object(step, "workspace", workspace),
+    ):
+        found = step.run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy, of arithmetic with NaN
+            assert torch.equal(found, step.run(no_tokens=float("nan")))
+    num = step.num_tokens
+    close(found[:num], attention_by_hand(step.layers), 1e-5)
+    assert not bool(found[num:].any())
 
 
 def check_ids() -> None:
@@ -328,6 +415,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     ),
     "absorb_one": lambda: check_absorb(1),
     "absorb_many": lambda: check_absorb(19),
+    "absorb_placed": lambda: check_absorb_placed(19),
+    "folded": lambda: check_folded("plain", [(63, 2), (200, 5), (1, 3), (130, 1)], 4),
+    "folded_fp8": lambda: check_folded("fp8", [(63, 2), (200, 5), (1, 1)], 2),
+    "folded_tiles": lambda: check_folded("plain", [(700, 9), (62, 7)], 8),
     "merge_values": lambda: check_merge_values([300, 64, 1, 200], 1),
     "merge_values_one_token": lambda: check_merge_values([300], 1),
     "merge_values_query_tokens": lambda: check_merge_values([300, 64], 3),
