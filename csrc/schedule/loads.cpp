@@ -84,6 +84,9 @@ void Scheduler::finish_own_load(RequestId id, std::int32_t num_pages, std::int32
     }
     request.num_planned = request.num_computed;
     request.has_drafts_in_flight = false;
+    // Its tenant pays for what it computes after all, as if it had waited for the pages first.
+    const std::int32_t num_lost = (num_pages - num_there) * config_.page_size;
+    if (is_running(request) && !request.was_retracted) WaitQueue::charge(request, num_lost);
   }
   if (request.is<Loading>()) fire(request, Loaded{});
   publish_full_pages(request);

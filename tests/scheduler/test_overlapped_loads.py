@@ -259,3 +259,32 @@ def test_random_runs_never_read_what_is_not_there_nor_keep_what_was_bad(chunk: i
         num_rows += harness.num_rows_while_loading
         num_void += harness.num_void_rows
     assert num_rows > 40 and num_void > 0
+
+
+def _who_runs_next(*, num_in_l2: int, num_good: int) -> list[str]:
+    """Tenants in the order in which their requests were admitted, behind one of `mine` that found
+    so many pages of its prompt in L2, of which so many were good."""
+    harness = make(max_slots=1)
+    if num_in_l2:
+        lower(harness, PROMPT[: 4 * num_in_l2])
+    harness.submit([*PROMPT, 7, 8, 9], 3, tenant="mine")
+    plan = harness.plan()
+    first = int(plan.row_loads[0, 0])
+    mover_of(harness).fates = {first + page: page < num_good for page in range(num_in_l2)}
+    small = [
+        harness.submit([100 + 10 * number, *range(5)], 1, tenant=tenant)
+        for number, tenant in enumerate(["mine", "theirs"] * 8)
+    ]
+    harness.run()
+    return [job.tenant for job in sorted(small, key=lambda j: harness.admitted_at[j.request_id])]
+
+
+@pytest.mark.parametrize("num_good", range(6))
+def test_pages_that_come_bad_cost_their_tenant_what_it_takes_to_compute_them(
+    num_good: int,
+) -> None:
+    """As much as if they had never been in L2: the others wait no longer for it."""
+    expected = _who_runs_next(num_in_l2=num_good, num_good=num_good)
+    assert _who_runs_next(num_in_l2=5, num_good=num_good) == expected
+    if num_good < 4:
+        assert expected != _who_runs_next(num_in_l2=5, num_good=5), "it makes a difference"
