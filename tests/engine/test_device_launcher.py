@@ -27,7 +27,9 @@ from engine.execution.model_loading import load_model
 from engine.execution.model_runner import build_model_runner
 from engine.execution.steps import Step
 from engine.sampling.params import RowSampling, SampleBatch
+from kernels.selection import override
 from kvtiers.device_pool import DevicePool
+from tests.fakes.folded_layers import count_folds
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
 from tests.fakes.paged_driver import PagedDriver
 from tests.fakes.tiny_deepseek import VOCAB_SIZE, write_tiny_deepseek
@@ -58,7 +60,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-def _device_runner(config: EngineConfig) -> DeviceModelRunner:
+def _device_runner(config: EngineConfig, form: str = "rows") -> DeviceModelRunner:
+    with override("mla_decode_form", form):
+        return _built(config)
+
+
+def _built(config: EngineConfig) -> DeviceModelRunner:
     torch.set_num_threads(1)
     loaded = load_model(config)
     layout = loaded.model.kv_layout(_PAGE, "float32")
@@ -71,6 +78,8 @@ def _device_runner(config: EngineConfig) -> DeviceModelRunner:
         max_context_len=512,
         model_fingerprint="tiny",
         eager=False,
+        drafted_tokens=config.drafted_tokens,
+        longest_chain=config.longest_chain,
     )
     runner.warm_up()
     return runner
@@ -146,13 +155,19 @@ def test_both_launchers_sample_the_same_tokens(config: EngineConfig, tmp_path: P
     assert len({tuple(said.ids) for said in by_host.values()}) == len(_KINDS)
 
 
-def test_drafts_on_the_device_change_no_token(config: EngineConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["rows", "folded"])
+def test_drafts_on_the_device_change_no_token(
+    config: EngineConfig, tmp_path: Path, form: str
+) -> None:
     """Masks and logprobs are those of each sample behind a draft, in every kind of request."""
-    runner = _device_runner(config)
+    runner = _device_runner(config, form)
+    counts = count_folds(runner.step_launcher())
     without = _talk(runner, tmp_path / "none")
+    assert set(counts) == {1}
     drafted = _talk(runner, tmp_path / "ngram", "ngram")
     for kind in _KINDS:
         assert drafted[kind].ids == without[kind].ids, kind
+    assert set(counts) == ({1, 8} if form == "folded" else {1})
 
 
 def test_logits_are_those_of_the_host_for_every_bucket_and_in_mixed_steps(

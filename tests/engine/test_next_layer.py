@@ -25,6 +25,7 @@ from engine.execution.model_loading import load_model
 from engine.execution.model_runner import PagedModelRunner, build_model_runner
 from engine.execution.steps import Step
 from engine.sampling.params import RowSampling, SampleBatch
+from kernels.selection import override
 from kvtiers.device_pool import DevicePool
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
 from tests.fakes.paged_driver import PagedDriver
@@ -175,6 +176,16 @@ def _talk(run_dir: Path, runner: Any, speculation: str) -> tuple[dict[str, Colle
     return said, stats
 
 
+def _folding_runner(config: EngineConfig) -> DeviceModelRunner:
+    with override("mla_decode_form", "folded"):
+        return _device_runner(config)
+
+
+def _folding_host(config: EngineConfig) -> Any:
+    with override("mla_decode_form", "folded"):
+        return build_model_runner(config)
+
+
 def _device_runner(config: EngineConfig) -> DeviceModelRunner:
     """A GPU's launcher, on the CPU."""
     loaded = load_model(config)
@@ -187,12 +198,16 @@ def _device_runner(config: EngineConfig) -> DeviceModelRunner:
         max_context_len=256,
         model_fingerprint="tiny",
         eager=True,
+        drafted_tokens=config.drafted_tokens,
+        longest_chain=config.longest_chain,
     )
     runner.warm_up()
     return runner
 
 
-@pytest.mark.parametrize("build", [build_model_runner, _device_runner])
+@pytest.mark.parametrize(
+    "build", [build_model_runner, _device_runner, _folding_runner, _folding_host]
+)
 def test_a_served_model_that_drafts_says_what_it_says_without(
     tmp_path: Path, build: Callable[[EngineConfig], Any]
 ) -> None:
@@ -273,14 +288,15 @@ def _one_token_step(rows: list[_OneToken], step_id: int) -> Step:
     )
 
 
+@pytest.mark.parametrize("build", [_device_runner, _folding_runner])
 def test_a_step_of_single_tokens_of_which_some_are_not_sampled_drafts_for_the_rows_it_ran(
-    tmp_path: Path,
+    tmp_path: Path, build: Callable[[EngineConfig], DeviceModelRunner]
 ) -> None:
     """A chunk may end one token long: its row is run and drafted for, for its KV, and gives none.
     The samples then fill another padded size than the rows, where an older step's rows lie."""
     tiny = write_tiny_deepseek(tmp_path / "tiny", num_nextn_predict_layers=1)
     config = _config(tiny, load_format="dummy")
-    device, host = _device_runner(config), build_model_runner(config)
+    device, host = build(config), build_model_runner(config)
     assert isinstance(host, PagedModelRunner)
     device.kv_pool.zero_()
     launcher = device.step_launcher()
@@ -289,6 +305,8 @@ def test_a_step_of_single_tokens_of_which_some_are_not_sampled_drafts_for_the_ro
         [(0, 0, 20, -1), (1, 0, 21, 17), (2, 1, 22, -1)],  # three rows, two samples
         [(1, 1, 17, 33), (3, 1, 23, 5)],  # no sample at all
         [(0, 1, 24, -1), (1, 2, 33, -1), (2, 2, 25, 9), (3, 2, 5, -1)],
+        [(0, 2, 31, -1), (0, 3, 32, -1), (1, 3, 30, 9), (2, 3, 9, -1)],  # one with a draft
+        [(0, 3, 40, -1), (0, 4, 41, -1), (0, 5, 42, -1)],  # it was wrong
     ]
     for number, rows in enumerate(steps):
         step = _one_token_step(rows, number)

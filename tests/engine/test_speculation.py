@@ -21,6 +21,7 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.model_loading import has_compiled_decoder
 from engine.execution.model_runner import build_model_runner
 from engine.transport import pack_ids
+from kernels.selection import set_override
 from tests.fakes.live_engine import EOS, Collected, LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner, expected_tokens, repeating_script
 from tests.fakes.tiny_deepseek import write_tiny_deepseek
@@ -261,17 +262,23 @@ def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+    set_override("mla_decode_form", None)
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("model", ["latent attention, fp32", "packaged model, packed weights"])
+@pytest.mark.parametrize(
+    "model",
+    ["latent attention, fp32", "latent attention, folded", "packaged model, packed weights"],
+)
 def test_a_real_model_says_the_same_256_tokens(tmp_path: Path, model: str) -> None:
     """In fp32, and in low precision: steps of up to 16 tokens round alike."""
     settings: dict[str, Any] = {}
     is_random = model.startswith("latent")
     if is_random:
         tiny = str(write_tiny_deepseek(tmp_path / "tiny"))
+        form = "folded" if model.endswith("folded") else "rows"
         settings = {"model": tiny, "load_format": "dummy", "dtype": "float32"}
+        settings["kernels"] = f"mla_decode_form={form}"
     elif not has_compiled_decoder():
         pytest.skip("the CPU extension is not built")
     config = EngineConfig(

@@ -4,13 +4,17 @@ PrefillLayers makes: past tokens, and those of the step."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.prefill_layer import PAGE, PrefillLayers
+from engine.execution.batch import ForwardBatch
+from engine.execution.device_launcher import DeviceLauncher
 from engine.execution.folding import Chains, fill_folded
+from engine.execution.host_ring import HostRing
 from engine.layers.mla import folded_output
 from engine.models.model import FoldedRows, StepRows
 from kernels.mla_workspace import MlaWorkspace, make_mla_workspace
@@ -96,3 +100,17 @@ class FoldedLayers:
             work,
             self.residual,
         )
+
+
+def count_folds(launcher: DeviceLauncher) -> Counter[int]:
+    """By q_len, how many decode steps from now on."""
+    counts: Counter[int] = Counter()
+    fill = launcher.decode_inputs.fill
+
+    def counted(batch: ForwardBatch, size: int, ring: HostRing) -> int:
+        q_len = fill(batch, size, ring)
+        counts[q_len] += 1
+        return q_len
+
+    launcher.decode_inputs.fill = counted  # type: ignore[method-assign]
+    return counts

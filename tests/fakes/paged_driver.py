@@ -55,12 +55,14 @@ class PagedDriver:
         sample: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Run these tokens of these rows; logits [S, vocab] of the sampled rows (all by default).
+        A row that comes again goes on behind itself, as drafts do.
 
         from_device: pass -1 and let the runner take the ids from next_input_ids.
         """
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        ends: list[int] = []
         indptr = [0]
         for row, tokens in new_tokens:
             row.token_ids += tokens
@@ -76,6 +78,7 @@ class PagedDriver:
                 ids += tokens
             indptr.append(len(ids))
             row.num_done = len(row.token_ids)
+            ends.append(row.num_done)
         rows = [row for row, _ in new_tokens]
         batch = ForwardBatch(
             step_id=next(_STEP_IDS),
@@ -84,12 +87,17 @@ class PagedDriver:
             slot_mapping=_int32(slots),
             row_indptr=_int32(indptr),
             row_slots=_int32([row.slot for row in rows]),
-            seq_lens=_int32([row.num_done for row in rows]),
+            seq_lens=_int32(ends),
             sample_rows=_int32(list(range(len(rows))) if sample is None else list(sample)),
             page_table=self.page_table,
             page_copies=_int32(list(copies)).reshape(-1, 3),
         )
         return self.runner.forward(batch)
+
+    def rewind(self, row: Row, num_tokens: int) -> None:
+        """Forget the row's last tokens; their KV and their pages stay."""
+        row.num_done -= num_tokens
+        del row.token_ids[row.num_done :]
 
     def prefill(self, row: Row, tokens: Sequence[int], chunk: int | None = None) -> torch.Tensor:
         """All tokens, in chunks; logits [vocab] behind the last one."""
