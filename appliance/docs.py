@@ -105,17 +105,19 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 def errors_page() -> str:
     """Return docs/errors.md."""
     from appliance.errors import STATUS_BY_CODE, type_of_status
+    from appliance.remedies import REMEDY_BY_CODE
 
     lines = [
         NOTE.format(how=WRITE),
         "# Error codes\n",
         "The HTTP status follows from the code. `param` is the path of the field at fault. 429 and",
-        "503 come with `Retry-After`.\n",
-        "| code | status | type |",
-        "|---|---|---|",
+        "503 come with `Retry-After`. The message says what was wrong this time, the last column",
+        "what to do.\n",
+        "| code | status | type | what to do |",
+        "|---|---|---|---|",
     ]
     for code, status in sorted(STATUS_BY_CODE.items(), key=lambda entry: (entry[1], entry[0])):
-        lines.append(f"| {code} | {status} | {type_of_status(status)} |")
+        lines.append(f"| {code} | {status} | {type_of_status(status)} | {REMEDY_BY_CODE[code]} |")
     return "\n".join(lines) + "\n"
 
 

@@ -70,7 +70,6 @@ STATUS_BY_CODE: dict[str, int] = {
     # load and trouble
     "kv_quota_exceeded": 429,
     "session_quota_exceeded": 429,
-    "rate_limited": 429,
     "queue_full": 429,
     "internal_error": 500,
     "capacity": 503,
