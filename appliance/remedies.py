@@ -48,7 +48,7 @@ REMEDY_BY_CODE: dict[str, str] = {
     "session_exists": "Use the session that is there, or another id.",
     "version_conflict": "Try again; others changed the session at the same moment.",
     "model_changed": "Begin a new session, or set `strict_model: false` and pay a prefill.",
-    "compaction_in_progress": "Wait for `session.compacted`; compact again only if it is still wanted.",
+    "compaction_in_progress": "Wait for `session.compacted`; compact again only if it must be.",
     "session_expired": "Create a new session, with a longer `expires_after` if it should last.",
     "events_expired": "Read the turn itself, at the error's `turn`: it holds all that was said.",
     "request_too_large": "Send less at a time, or raise `server.max_body_mb`.",
