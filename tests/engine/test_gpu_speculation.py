@@ -13,6 +13,7 @@ import torch
 from engine.config import EngineConfig
 from engine.execution.model_runner import build_model_runner
 from kernels.fixed_order import use_usual_order
+from kernels.selection import set_override
 from tests.fakes.tiny_deepseek import GPU_SHAPE, write_tiny_deepseek
 
 pytestmark = [
@@ -27,6 +28,7 @@ FEW = {20: 20.0, 40: 20.0, 60: 20.0}
 def usual_order() -> Iterator[None]:
     yield
     use_usual_order()
+    set_override("mla_decode_form", None)
 
 
 def _served(tmp_path: Path, name: str, **settings: Any) -> tuple[list[int], float, float]:
@@ -69,12 +71,14 @@ def _served(tmp_path: Path, name: str, **settings: Any) -> tuple[list[int], floa
     return ids, counts[0], counts[1]
 
 
+@pytest.mark.parametrize("form", ["rows", "folded"])
 @pytest.mark.parametrize("speculation", ["ngram", "mtp"])
-def test_graphs_draft_what_eager_runs_draft(tmp_path: Path, speculation: str) -> None:
-    graphs = _served(tmp_path, "graphs", speculation=speculation)
-    eager = _served(tmp_path, "eager", speculation=speculation, eager=True)
-    assert graphs == eager
-    assert graphs[1] > 0
+def test_graphs_draft_what_eager_runs_draft(tmp_path: Path, speculation: str, form: str) -> None:
+    settings = {"kernels": f"mla_decode_form={form}", "speculation": speculation}
+    graphs = _served(tmp_path, "graphs", **settings)
+    eager = _served(tmp_path, "eager", eager=True, **settings)
+    assert graphs[0] == eager[0]
+    assert graphs[1] > 0 and eager[1] > 0
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "mtp"])

@@ -29,6 +29,7 @@ class FoldedLayers:
     def __init__(self, layers: PrefillLayers, q_len: int, size: int) -> None:
         sizes, device = layers.sizes, layers.sizes.device
         self.layers, self.q_len, self.size = layers, q_len, size
+        self._workspace: MlaWorkspace | None = None
         lens = np.array([new for _, new in layers.specs])
         ends = np.array([past + new for past, new in layers.specs])
         num_rows, self.num_tokens = len(lens), int(lens.sum())
@@ -64,9 +65,11 @@ class FoldedLayers:
         self.residual = torch.zeros(size, width, dtype=sizes.dtype, device=device)
 
     def workspace(self) -> MlaWorkspace:
-        """Planned; partial results are NaN until they are written."""
+        """One for all layers. Planned; partial results are NaN until they are written."""
+        if self._workspace is not None:
+            return self._workspace
         sizes = self.layers.sizes
-        made = make_mla_workspace(
+        made = self._workspace = make_mla_workspace(
             max_rows=self.size,
             num_heads=sizes.num_heads,
             q_len=self.q_len,
