@@ -55,6 +55,8 @@ class MooncakeSettings:
 
     master: str = ""
     """host:port of a master that runs elsewhere; empty: one of our own, on the loopback."""
+    metrics: str = ""
+    """host:port of that master's metrics; empty: it is not asked."""
     protocol: str = "tcp"
     """tcp | rdma."""
     device: str = ""
@@ -155,6 +157,10 @@ class MooncakeChildren:
     def owner_address(self) -> str:
         return f"{self._host}:{self._ports['owner']}"
 
+    @property
+    def _metrics_address(self) -> str:
+        return f"{LOOPBACK}:{self._ports.get('metrics', 0)}"
+
     def _has_died(self, child: _Process, now_s: float) -> bool:
         if child.process is None or child.process.poll() is None:
             return False
@@ -218,8 +224,9 @@ class MooncakeChildren:
         values = {
             "owner": f"{self._host}:{self._ports.get('owner', 0)}",
             "master": settings.master or f"{LOOPBACK}:{self._ports['master']}",
-            "metrics": "" if settings.master else f"{LOOPBACK}:{self._ports.get('metrics', 0)}",
+            "metrics": settings.metrics if settings.master else self._metrics_address,
             "capacity_bytes": settings.segment_bytes + disk_bytes,
+            "disk_bytes": disk_bytes,
             "has_disk": bool(settings.ssd_dir),
             "starts": self._owner.starts,
         }
@@ -238,12 +245,14 @@ class MooncakeChildren:
             f"--default_kv_lease_ttl={LEASE_MS}",
             f"--client_ttl={CLIENT_TTL_S}",
             f"--put_start_discard_timeout_sec={ABANDONED_PUT_S}",
-            "--eviction_high_watermark_ratio=0.85",
-            "--eviction_ratio=0.1",
             "--logtostderr=true",
             "--minloglevel=2",
         ]
-        return [*command, "--enable_offload=true"] if self.settings.ssd_dir else command
+        if self.settings.ssd_dir:  # what is evicted from memory is on disk by then
+            evicts = ("--eviction_high_watermark_ratio=0.85", "--eviction_ratio=0.1")
+            return [*command, *evicts, "--enable_offload=true"]
+        # The engine keeps what is there at 0.8 (kvtiers.mooncake_pages): the last resort.
+        return [*command, "--eviction_high_watermark_ratio=0.95", "--eviction_ratio=0.05"]
 
     def _owner_command(self) -> list[str]:
         settings = self.settings

@@ -211,6 +211,7 @@ class Supervisor:
             return
         settings = MooncakeSettings(
             master=tiers.mooncake_master,
+            metrics=tiers.mooncake_metrics,
             protocol=tiers.mooncake_protocol,
             device=tiers.mooncake_device,
             segment_bytes=tiers.mooncake_segment_bytes,

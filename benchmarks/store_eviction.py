@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvtiers.file_store_index import PageIndex
-from kvtiers.file_store_segments import NO_PARENT, Record
+from kvtiers.file_store_segments import Record
+from kvtiers.page_order import NO_PARENT
 
 SESSION_PAGES = 50
 FITTING = 20  # sessions

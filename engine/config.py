@@ -83,6 +83,8 @@ class TiersConfig:
     """auto (on a GPU) | on | off: new tokens are computed while pages come, layer by layer."""
     mooncake_master: str = ""
     """host:port of a Mooncake master that others run; empty: a private one on this machine."""
+    mooncake_metrics: str = ""
+    """host:port of that master's metrics; empty: each engine keeps order among its own pages."""
     mooncake_protocol: str = "tcp"
     """tcp | rdma."""
     mooncake_device: str = ""
@@ -317,9 +319,18 @@ def _tier_problems(config: EngineConfig) -> Iterator[ConfigError]:
         )
     if tiers.l3 == "file" and not tiers.l3_dir:
         yield ConfigError("engine.tiers.l3_dir", "", "a directory, where engine.tiers.l3 is file")
-    host, colon, port = tiers.mooncake_master.rpartition(":")
-    if tiers.mooncake_master and not (host and colon and port.isdigit()):
-        yield ConfigError("engine.tiers.mooncake_master", tiers.mooncake_master, "host:port")
+    for name in ("mooncake_master", "mooncake_metrics"):
+        address = getattr(tiers, name)
+        host, colon, port = address.rpartition(":")
+        if address and not (host and colon and port.isdigit()):
+            yield ConfigError(f"engine.tiers.{name}", address, "host:port")
+    if tiers.mooncake_metrics and not tiers.mooncake_master:
+        yield ConfigError(
+            "engine.tiers.mooncake_metrics",
+            tiers.mooncake_metrics,
+            "empty where engine.tiers.mooncake_master is",
+            "a private master's is known",
+        )
 
 
 def _range(config: EngineConfig, path: str, low: float, high: float) -> Iterator[ConfigError]:

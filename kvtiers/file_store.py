@@ -22,8 +22,9 @@ from pathlib import Path
 
 from kvtiers.deadlines import CallNotDoneError, DeadlineThreads
 from kvtiers.file_store_pages import DirectoryPages
-from kvtiers.file_store_segments import NO_PARENT, Record
+from kvtiers.file_store_segments import Record
 from kvtiers.objects import is_sealed_for, key_hash, verify
+from kvtiers.page_order import NO_PARENT
 from kvtiers.store import (
     StoreState,
     StoreStatus,

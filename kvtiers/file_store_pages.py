@@ -4,7 +4,7 @@
 Does not know: keys (only their hashes), whole stores, who owns the directory.
 
 Quota: live records take at most three quarters of it. When they would take more, some go, tails
-before heads (kvtiers.file_store_index). When the files would take more than the quota, the segment
+before heads (kvtiers.page_order). When the files would take more than the quota, the segment
 with the fewest live bytes is compacted: its live records are copied to the end and the file is
 deleted. As no more than 3/4 of the bytes are live, no more than 3 bytes are ever copied for 1 that
 is put; with sessions that come and go it is near none.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvtiers.file_store_index import PageIndex
@@ -112,19 +112,9 @@ class DirectoryPages:
         What the new ones follow is used now: it must not go to make room for them.
         """
         with self._indexing:
-            in_use = self._index.touch([*key_hashes, *follows], proves=False)
-            room = self._live_limit - self._index.bytes_of(in_use)
-            fits: set[bytes] = set()
-            needed = 0
-            for hashed, size in zip(key_hashes, sizes, strict=True):
-                if hashed in in_use or hashed in fits:
-                    continue
-                if needed + record_bytes(size) > room:
-                    break
-                needed += record_bytes(size)
-                fits.add(hashed)
-            while self._index.live_bytes + needed > self._live_limit:
-                self._evict_oldest(in_use)
+            taken = [record_bytes(size) for size in sizes]
+            fits, evicted = self._index.make_room(key_hashes, follows, taken, self._live_limit)
+            self.num_evicted += len(evicted)
         return fits
 
     def write(self, key_hash: bytes, parent_hash: bytes, blob: memoryview) -> None:
@@ -187,10 +177,6 @@ class DirectoryPages:
         self._index.settle()
         return max((record.seq for record in records), default=0)
 
-    def _evict_oldest(self, spared: Collection[bytes] = ()) -> None:
-        """With the index locked."""
-        self.num_evicted += self._index.evict(spared)
-
     def _reclaim(self, num_bytes: int) -> None:
         """Delete or compact segments until the files have room for so much more."""
         while self._files.used_bytes + num_bytes > self._file_limit:
@@ -206,7 +192,7 @@ class DirectoryPages:
         segment = min(sealed, key=lambda name: live.get(name, 0))
         if live.get(segment, 0) >= files.sizes[segment] > 0:
             with self._indexing:
-                self._evict_oldest()
+                self.num_evicted += self._index.evict() is not None
             return
         with self._indexing:
             records = self._index.records_of(segment)

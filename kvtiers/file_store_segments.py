@@ -27,7 +27,6 @@ from kvtiers.objects import HEADER_BYTES
 RECORD_HEADER_BYTES = 64
 ALIGN_BYTES = 4096
 SUFFIX = ".pages"
-NO_PARENT = bytes(16)
 
 _MAGIC = b"MRSG"
 _VERSION = 1

@@ -28,6 +28,7 @@ import numpy as np
 
 from kvtiers.deadlines import CallNotDoneError, CallRefusedError, DeadlineThreads
 from kvtiers.mooncake_library import check_answers, load_library
+from kvtiers.objects import HEADER_BYTES, stamp
 
 SETUP_S = 15.0
 CLOSE_S = 3.0
@@ -64,11 +65,21 @@ class MooncakeClient:
         """Calls that overran and have not returned."""
         return self._threads.num_stuck
 
-    def put(self, keys: list[str], blobs: Sequence[memoryview], timeout_s: float) -> list[int]:
-        """Store objects: a code for each of the first keys, as many as slots were free; 0: kept."""
+    def put(
+        self,
+        keys: list[str],
+        blobs: Sequence[memoryview],
+        follows: Sequence[bytes],
+        timeout_s: float,
+    ) -> list[int]:
+        """Store objects, stamped with the hash of the key each follows: a code for each of the
+        first keys, as many as slots were free; 0: kept."""
         slots = self._ring.take(len(keys), timeout_s)
         keys = keys[: len(slots)]
         sizes = [self._ring.fill(slot, blob) for slot, blob in zip(slots, blobs, strict=False)]
+        now_ms = time.time_ns() // 1_000_000
+        for slot, size, parent in zip(slots, sizes, follows, strict=False):
+            stamp(self._ring.view(slot, size), parent, now_ms)
         codes = self._move("batch_put_from", keys, slots, sizes, timeout_s)
         full = [at for at, code in enumerate(codes) if code == NO_SPACE]
         if full:
@@ -87,8 +98,8 @@ class MooncakeClient:
         return codes
 
     def get(self, keys: list[str], into: Sequence[memoryview], timeout_s: float) -> list[int]:
-        """Read objects: the length of each of the first keys, as many as slots were free, or a
-        code below 0. Where the length is the buffer's, the bytes are in the buffer."""
+        """Read objects, stamped: the length of each of the first keys, as many as slots were free,
+        or a code below 0. Where the length is the buffer's, the bytes are in the buffer."""
         slots = self._ring.take(len(keys), timeout_s)
         keys = keys[: len(slots)]
         sizes = [len(buffer) for buffer, _ in zip(into, slots, strict=False)]
@@ -99,13 +110,46 @@ class MooncakeClient:
         self._ring.give(slots)
         return lengths
 
+    def heads(
+        self, keys: list[str], into: memoryview, timeout_s: float, *, whole: bool
+    ) -> list[int]:
+        """Read the first 256 bytes of the first of these, one after the other; lengths, or codes
+        below 0.
+
+        Args:
+            whole: read one object as a whole; of one that only the disk has nothing else is read.
+        """
+        (slot,) = self._ring.take(1, timeout_s)
+        num = 1 if whole else max(1, self._ring.slot_bytes // HEADER_BYTES)
+        keys = keys[:num]
+        if whole:
+            lengths = self._move("batch_get_into", keys, [slot], [self._ring.slot_bytes], timeout_s)
+            lengths = [min(length, HEADER_BYTES) for length in lengths]
+        else:
+            places = [[at * HEADER_BYTES] for at in range(len(keys))]
+            ranges = ([[0]] * len(keys), [[HEADER_BYTES]] * len(keys))
+            arguments = ([self._ring.address(slot)], [keys], [places], *([part] for part in ranges))
+            give_back = partial(self._ring.give, [slot])
+            try:
+                answer = self._call("get_into_ranges", timeout_s, give_back, *arguments)
+            except CallRefusedError:
+                give_back()
+                raise
+            lengths = [codes[0] for codes in answer[0]] if answer else []
+        num_bytes = HEADER_BYTES * len(lengths)
+        into[:num_bytes] = self._ring.view(slot, num_bytes)
+        self._ring.give([slot])
+        return lengths
+
     def exist(self, keys: list[str], timeout_s: float) -> list[int]:
         """1: present, 0: not, below 0: unknown."""
-        return self._call("batch_is_exist", timeout_s, None, keys)
+        codes: list[int] = self._call("batch_is_exist", timeout_s, None, keys)
+        return codes
 
     def remove(self, keys: list[str], timeout_s: float) -> list[int]:
         """0: removed, whatever lease it had; below 0: not."""
-        return self._call("batch_remove", timeout_s, None, keys, True)
+        codes: list[int] = self._call("batch_remove", timeout_s, None, keys, True)
+        return codes
 
     def close(self) -> None:
         """Let go of the connection; calls in flight are waited for, a stuck one is left alone."""
@@ -132,7 +176,8 @@ class MooncakeClient:
         pointers = [self._ring.address(slot) for slot in slots]
         give_back = partial(self._ring.give, give or slots)
         try:
-            return self._call(method, timeout_s, give_back, keys, pointers, sizes)
+            codes: list[int] = self._call(method, timeout_s, give_back, keys, pointers, sizes)
+            return codes
         except CallRefusedError:
             give_back()
             raise
@@ -143,20 +188,19 @@ class MooncakeClient:
         timeout_s: float,
         when_late: Callable[[], None] | None,
         *arguments: object,
-    ) -> list[int]:
+    ) -> Any:
         return self._threads.run(
             partial(self._call_handle, method, arguments), timeout_s, when_late
         )
 
-    def _call_handle(self, method: str, arguments: tuple[object, ...]) -> list[int]:
+    def _call_handle(self, method: str, arguments: tuple[object, ...]) -> Any:
         with self._calling:
             handle = self._handle
             if handle is None:
                 return []
             self._num_calls += 1
         try:
-            codes: list[int] = getattr(handle, method)(*arguments)
-            return codes
+            return getattr(handle, method)(*arguments)
         finally:
             with self._calling:
                 self._num_calls -= 1
@@ -168,7 +212,7 @@ class SlotRing:
 
     def __init__(self, base: int, slot_bytes: int, num_slots: int) -> None:
         self._base = base
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         memory = (ctypes.c_ubyte * (slot_bytes * num_slots)).from_address(base)
         self._rows = np.frombuffer(memoryview(memory).cast("B"), np.uint8).reshape(
             num_slots, slot_bytes
@@ -178,7 +222,7 @@ class SlotRing:
         self._returned = threading.Condition()
 
     def address(self, slot: int) -> int:
-        return self._base + slot * self._slot_bytes
+        return self._base + slot * self.slot_bytes
 
     def take(self, count: int, timeout_s: float) -> list[int]:
         """Up to `count` slots, at least one. Raises CallRefusedError where none comes free."""
@@ -197,6 +241,10 @@ class SlotRing:
         """Copy an object in (without the interpreter lock, unlike memoryviews); its length."""
         np.copyto(self._rows[slot, : len(blob)], np.frombuffer(blob, np.uint8))
         return len(blob)
+
+    def view(self, slot: int, num_bytes: int) -> memoryview:
+        """The first bytes of a slot."""
+        return self._rows[slot, :num_bytes].data
 
     def copy_out(self, slot: int, buffer: memoryview) -> None:
         np.copyto(np.frombuffer(buffer, np.uint8), self._rows[slot, : len(buffer)])

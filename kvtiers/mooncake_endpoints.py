@@ -3,12 +3,14 @@
 
 Does not know: who starts them, the store. The file is one JSON object: `owner` and `master` are
 host:port, `metrics` is the master's HTTP address or "", `capacity_bytes` is what the owner's
-memory segment (and disk tier) hold, `has_disk` whether there is a disk tier, `starts` how often
-the owner was started: one that is new knows no shared memory of the one before.
+memory segment (and disk tier) hold, `disk_bytes` what the disk tier does, `has_disk` whether there
+is one, `starts` how often the owner was started: one that is new knows no shared memory of the one
+before.
 """
 
 from __future__ import annotations
 
+import http.client
 import socket
 import urllib.request
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ import msgspec
 ENDPOINTS_FILE = "mooncake.json"
 CONNECT_TIMEOUT_S = 0.5
 METRICS_TIMEOUT_S = 1.0
+LIST_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,7 @@ class MooncakeEndpoints:
     master: str = ""
     metrics: str = ""
     capacity_bytes: int = 0
+    disk_bytes: int = 0
     has_disk: bool = False
     starts: int = 0
 
@@ -59,21 +63,52 @@ class MooncakeUsage:
 
     num_objects: int = 0
     num_on_disk: int = 0
-    used_bytes: int = 0
-    """Of memory, and of the disk tier."""
+    memory_bytes: int = 0
+    """In use; of all owners."""
+    memory_capacity: int = 0
+    disk_bytes: int = 0
+    disk_capacity: int = 0
+    num_put: int = 0
+    """Objects that ever were put, since the master began."""
+    num_evicted: int = 0
+    """Objects, or copies of them, that the master itself let go."""
 
 
 def read_usage(metrics: str) -> MooncakeUsage:
     """Ask the master at this HTTP address; raises OSError where it does not say."""
-    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=METRICS_TIMEOUT_S) as answer:
-        text = answer.read().decode("utf-8", "replace")
+    text = _read(metrics, "metrics", METRICS_TIMEOUT_S)
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+
+    def count(name: str, otherwise: str = "0") -> int:
+        return int(float(values.get(name, otherwise)))
+
     try:
         return MooncakeUsage(
-            num_objects=int(float(values["master_key_count"])),
-            num_on_disk=int(float(values.get("file_cache_nums_", "0"))),
-            used_bytes=int(float(values["master_allocated_bytes"]))
-            + int(float(values.get("master_allocated_file_size_bytes", "0"))),
+            num_objects=count("master_key_count", ""),
+            num_on_disk=count("file_cache_nums_"),
+            memory_bytes=count("master_allocated_bytes", ""),
+            memory_capacity=count("master_total_capacity_bytes", ""),
+            disk_bytes=count("master_allocated_file_size_bytes"),
+            disk_capacity=count("master_total_file_capacity_bytes"),
+            num_put=count("master_put_end_requests_total")
+            - count("master_put_end_failures_total")
+            + count("master_batch_put_end_items_total")
+            - count("master_batch_put_end_failed_items_total"),
+            num_evicted=count("master_evicted_key_count"),
         )
-    except (KeyError, ValueError):
+    except ValueError:
         raise OSError(f"{metrics} does not say what it holds") from None
+
+
+def list_keys(metrics: str) -> set[str]:
+    """The keys of all objects, those that are being written too; raises OSError."""
+    return set(_read(metrics, "get_all_keys", LIST_TIMEOUT_S).split("\n")) - {""}
+
+
+def _read(metrics: str, path: str, timeout_s: float) -> str:
+    try:
+        with urllib.request.urlopen(f"http://{metrics}/{path}", timeout=timeout_s) as answer:
+            raw: bytes = answer.read()
+    except (http.client.HTTPException, ValueError) as error:
+        raise OSError(f"{metrics}: {error}") from None
+    return raw.decode("utf-8", "replace")

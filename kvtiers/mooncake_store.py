@@ -6,16 +6,15 @@ a ring of shared memory, so a call that hangs never holds a caller's page. What 
 is believed only as far as the object's own sums go: it returns 0 for a put of a key it has, keeps
 the older value, and says "present" of objects whose owner died.
 
-Head before tail: Mooncake decides alone what it evicts. A put at least stops where a page was
-refused: pages that follow it would be worth nothing.
+Head before tail: room is made before a put (kvtiers.mooncake_pages), so that Mooncake need not
+evict. A put stops where a page was refused: pages that follow it would be worth nothing.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,12 @@ from typing import TypeVar
 import numpy as np
 
 from kvtiers.deadlines import CallNotDoneError
-from kvtiers.mooncake_client import MooncakeClient
-from kvtiers.mooncake_endpoints import MooncakeEndpoints, MooncakeUsage, read_endpoints, read_usage
-from kvtiers.objects import is_sealed_for, verify
+from kvtiers.mooncake_client import NO_SPACE, MooncakeClient
+from kvtiers.mooncake_endpoints import MooncakeEndpoints, read_endpoints, read_usage
+from kvtiers.mooncake_heads import NOT_READ, OTHER_LENGTH, GuardedCalls
+from kvtiers.mooncake_pages import MooncakePages
+from kvtiers.objects import is_sealed_for, key_hash, unstamp, verify
+from kvtiers.page_order import NO_PARENT
 from kvtiers.store import (
     StoreState,
     StoreStatus,
@@ -36,18 +38,14 @@ from kvtiers.store import (
 )
 
 NOT_FOUND = -704
-OTHER_LENGTH = -600
-# The disk tier could not read an object. One such object gives the whole call this code.
-NOT_READ = -1102
 # Answers of a library that works: no space, and an object that is not ready, not there, there
 # already, in use, or whose lease ran out under a read. Anything else is a failure.
-WORKING_CODES = frozenset((-200, -703, NOT_FOUND, -705, -706, -707))
+WORKING_CODES = frozenset((NO_SPACE, -703, NOT_FOUND, -705, -706, -707))
 RETRY_S = 1.0
 # The library finds its owner again in 2 to 5 s, but not always: where an owner did not hear of this
 # client for a while it may keep its old memory, and refuse the same memory for ever after.
 RENEW_S = 6.0
 FLUSH_POLL_S = 0.2
-COUNT_AGAIN_S = 10.0
 
 T = TypeVar("T")
 
@@ -94,10 +92,7 @@ class MooncakeStore:
         self._connecting = threading.Lock()
         self._counting = threading.Lock()
         self._counters = new_counters("connects")
-        self._believed: OrderedDict[str, int] = OrderedDict()
-        self._believed_bytes = 0
-        self._others = MooncakeUsage()
-        self._count_again_s = 0.0
+        self._pages = MooncakePages(now_s)
         self._client: MooncakeClient | None = None
         self._endpoints = MooncakeEndpoints(owner="")
         self._is_closed = False
@@ -108,13 +103,15 @@ class MooncakeStore:
 
     def probe(self, keys: Sequence[str]) -> int:
         client = self._connect()
-        self._look_at_usage()
         unique = list(dict.fromkeys(keys))
         if client is None or not unique:
             return 0
+        self._pages.look()
         answers = self._ask(lambda: client.exist(unique, self._limits.call_s))
         present = {key for key, answer in zip(unique, answers, strict=False) if answer == 1}
-        self._forget(key for key, answer in zip(unique, answers, strict=False) if answer == 0)
+        self._pages.note_missing(
+            key for key, answer in zip(unique, answers, strict=False) if answer == 0
+        )
         return next((at for at, key in enumerate(keys) if key not in present), len(keys))
 
     def put(
@@ -127,11 +124,14 @@ class MooncakeStore:
         kept: set[str] = set()
         refused = {key for key in views if not self._is_storable(key, views[key])}
         if client is not None:
-            for chunk in _batches(list(views), self._limits.batch):
-                chunk = [key for key in chunk if key not in refused and follows[key] not in refused]
-                stored = self._put_chunk(client, chunk, views)
-                kept |= stored
-                refused.update(key for key in chunk if key not in stored)
+            with self._pages.writing:
+                refused |= self._find_no_room(client, follows, views, refused)
+                for chunk in _batches(list(views), self._limits.batch):
+                    chunk = _without_followers(chunk, follows, refused)
+                    stored = self._put_chunk(client, chunk, views, follows)
+                    refused.update(key for key in chunk if key not in stored)
+                    kept |= stored - self._drop_followers(client, stored, follows, refused)
+                    self._pages.note_refused(key for key in chunk if key not in kept)
         answers = [key in kept for key in keys]
         self._count(puts=sum(answers), refused_puts=len(answers) - sum(answers))
         return answers
@@ -141,6 +141,7 @@ class MooncakeStore:
         hits = [False] * len(keys)
         client = self._connect()
         if client is not None:
+            self._pages.touch(keys)
             views = [buffer.cast("B") for buffer in into]
             fits = [at for at, view in enumerate(views) if len(view) <= self._object_bytes]
             for chunk in _batches(fits, self._limits.batch):
@@ -154,7 +155,7 @@ class MooncakeStore:
         if client is None or not unique:
             return 0
         answers = self._ask(lambda: client.remove(unique, self._limits.call_s))
-        self._forget(unique)
+        self._pages.forget(unique)
         return sum(answer == 0 for answer in answers)
 
     def flush(self, timeout_s: float) -> bool:
@@ -176,7 +177,8 @@ class MooncakeStore:
 
     def status(self) -> StoreStatus:
         """Objects and bytes: what the master counted last, and what was put since and is not
-        known to be gone. A master of others is not asked: then it is the second alone."""
+        known to be gone; where the master cannot be asked, the second alone. The capacity is what
+        pages may take before some are evicted."""
         client = self._client
         state = StoreState.DEGRADED if self._reason else StoreState.UP
         if client is None or client.num_stuck:
@@ -185,10 +187,14 @@ class MooncakeStore:
             kind=self.kind,
             state=state,
             reason=self._reason,
-            used_bytes=self._others.used_bytes + self._believed_bytes,
-            capacity_bytes=self._endpoints.capacity_bytes,
-            num_objects=self._others.num_objects + len(self._believed),
-            counters=dict(self._counters),
+            used_bytes=self._pages.used_bytes,
+            capacity_bytes=self._pages.limit_bytes,
+            num_objects=self._pages.num_objects,
+            counters={
+                **self._counters,
+                "evicted": self._pages.num_evicted,
+                "orphaned": self._pages.num_orphaned,
+            },
         )
 
     def close(self) -> None:
@@ -212,7 +218,7 @@ class MooncakeStore:
                         self._endpoints.owner, self._object_bytes, num_slots
                     )
                     self._reason = ""
-                    self._count_again_s = -1e9
+                    self._pages.connect(self._endpoints)
                     self._count(connects=1)
                 except OSError as error:
                     self._retry_at_s = self._now_s() + RETRY_S
@@ -240,7 +246,7 @@ class MooncakeStore:
     def _drop_client(self, reason: str) -> None:
         client, self._client = self._client, None
         self._reason = reason
-        self._forget(list(self._believed))
+        self._pages.forget_all()
         if client is not None:
             client.close()
 
@@ -271,19 +277,55 @@ class MooncakeStore:
     def _is_storable(self, key: str, blob: memoryview) -> bool:
         return len(blob) <= self._object_bytes and is_sealed_for(blob, key, self._layout)
 
+    def _drop_followers(
+        self, client: MooncakeClient, stored: set[str], follows: dict[str, str], refused: set[str]
+    ) -> set[str]:
+        """Of a chunk, what was stored behind a page that was not: worth nothing, it goes again."""
+        in_order = [key for key in follows if key in stored]
+        lost = stored.difference(_without_followers(in_order, follows, refused))
+        if lost:
+            self._ask(lambda: client.remove(list(lost), self._limits.call_s))
+            self._pages.forget(lost)
+        return lost
+
+    def _find_no_room(
+        self,
+        client: MooncakeClient,
+        follows: dict[str, str],
+        views: dict[str, memoryview],
+        refused: set[str],
+    ) -> set[str]:
+        """Which of these have no room, when what may go has gone."""
+        keys = [key for key in views if key not in refused]
+        parents = [_hash_or_none(follows[key]) for key in keys]
+        sizes = [len(views[key]) for key in keys]
+        calls = GuardedCalls(self._ask, client, self._limits.call_s)
+        return set(keys) - self._pages.make_room(calls, keys, parents, sizes)
+
     def _put_chunk(
-        self, client: MooncakeClient, keys: list[str], views: dict[str, memoryview]
+        self,
+        client: MooncakeClient,
+        keys: list[str],
+        views: dict[str, memoryview],
+        follows: dict[str, str],
     ) -> set[str]:
         kept: set[str] = set()
         while keys:
             blobs = [views[key] for key in keys]
+            parents = [_hash_or_none(follows[key]) for key in keys]
             timeout_s = self._limits.of(sum(map(len, blobs)))
-            codes = self._ask(partial(client.put, keys, blobs, timeout_s))
+            codes = self._ask(partial(client.put, keys, blobs, parents, timeout_s))
             if not codes:
                 break
+            if NO_SPACE in codes:
+                self._pages.note_full()
             stored = [key for key, code in zip(keys, codes, strict=False) if code == 0]
             kept.update(stored)
-            self._believe(stored, views)
+            self._pages.add(
+                stored,
+                [_hash_or_none(follows[key]) for key in stored],
+                [len(views[key]) for key in stored],
+            )
             keys = keys[len(codes) :]
         return kept
 
@@ -323,54 +365,33 @@ class MooncakeStore:
 
     def _is_right(self, client: MooncakeClient, key: str, buffer: memoryview, length: int) -> bool:
         if length == len(buffer) and verify(buffer, key, self._layout):
+            unstamp(buffer)
             return True
         if length == NOT_FOUND:
-            self._forget([key])
+            self._pages.note_missing([key])
         elif length in (len(buffer), NOT_READ):
             self._count(bad_reads=1)
             # It would stay what it is for ever: a put of a key that is there changes nothing.
             self._ask(lambda: client.remove([key], self._limits.call_s))
-            self._forget([key])
+            self._pages.forget([key])
         return False
-
-    # What is believed to be there
-
-    def _look_at_usage(self) -> None:
-        """Now and then, on the thread of a call: `status` itself must not wait."""
-        if self._client is None or not self._endpoints.metrics:
-            return
-        with self._counting:
-            if self._now_s() < self._count_again_s:
-                return
-            self._count_again_s = self._now_s() + COUNT_AGAIN_S
-        try:
-            usage = read_usage(self._endpoints.metrics)
-        except OSError:
-            return
-        with self._counting:
-            self._others = MooncakeUsage(
-                num_objects=max(0, usage.num_objects - len(self._believed)),
-                used_bytes=max(0, usage.used_bytes - self._believed_bytes),
-            )
-
-    def _believe(self, keys: Sequence[str], views: dict[str, memoryview]) -> None:
-        with self._counting:
-            for key in keys:
-                if key not in self._believed:
-                    self._believed[key] = len(views[key])
-                    self._believed_bytes += len(views[key])
-            while self._believed_bytes > max(self._endpoints.capacity_bytes, 0) and self._believed:
-                self._believed_bytes -= self._believed.popitem(last=False)[1]
-
-    def _forget(self, keys: Iterable[str]) -> None:
-        with self._counting:
-            for key in keys:
-                self._believed_bytes -= self._believed.pop(key, 0)
 
     def _count(self, **changes: int) -> None:
         with self._counting:
             for name, change in changes.items():
                 self._counters[name] += change
+
+
+def _hash_or_none(key: str) -> bytes:
+    return key_hash(key) if key else NO_PARENT
+
+
+def _without_followers(keys: list[str], follows: dict[str, str], refused: set[str]) -> list[str]:
+    """Those that are not refused, nor follow one that is; `refused` learns of the latter."""
+    for key in keys:
+        if follows[key] in refused:
+            refused.add(key)
+    return [key for key in keys if key not in refused]
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[list[T]]:

@@ -11,7 +11,9 @@ Header, 256 bytes, little-endian (bodies stay aligned as their slots are):
   [24, 40)   hash of the key
   [40, 48)   length of the body
   [48, 56)   xxh3-64 of the body
-  [56, 248)  zero
+  [56, 72)   in a store that has nowhere else to write it: hash of the key of the page before it
+  [72, 80)   there too: when it was put, ms since 1970; elsewhere both are zero, as sealed
+  [80, 248)  zero
   [248, 256) xxh3-64 of [0, 248)
 """
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +39,8 @@ _FIELDS = struct.Struct("<4sI16s16sQQ")
 _WANTED = struct.Struct("<4sI16s16sQ")  # the fields that the caller knows
 _KEY_HASH_WORDS = slice(3, 5)  # of 8 bytes
 _SUM = struct.Struct("<Q")
+_STAMP = struct.Struct("<16sQ")
+_STAMP_AT = _FIELDS.size
 _SUMMED_BYTES = HEADER_BYTES - _SUM.size
 _PADDING = bytes(_SUMMED_BYTES - _FIELDS.size)
 
@@ -98,6 +103,44 @@ def is_sealed_for(blob: memoryview, key: str, layout_fingerprint: str) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a stamped header says: of which page it is, which one that follows, since when."""
+
+    key_hash: bytes
+    parent_hash: bytes
+    """Zeros: it is a prefix's first, or nobody said."""
+    put_ms: int
+    num_bytes: int
+    """Of the whole object."""
+
+
+def stamp(blob: memoryview, parent_hash: bytes, put_ms: int) -> None:
+    """Write into a sealed header which page this one follows, and when it was put."""
+    _write_stamp(_as_bytes(blob), _STAMP.pack(parent_hash, put_ms))
+
+
+def unstamp(blob: memoryview) -> None:
+    """Make a sealed header what `seal` had made it, whoever stamped it."""
+    view = _as_bytes(blob)
+    if any(view[_STAMP_AT : _STAMP_AT + _STAMP.size]):
+        _write_stamp(view, bytes(_STAMP.size))
+
+
+def read_stamp(header: memoryview) -> Stamp | None:
+    """What the first 256 bytes of an object say; None: they are no header of this format."""
+    view = header.cast("B")
+    if len(view) < HEADER_BYTES:
+        return None
+    if _SUM.unpack_from(view, _SUMMED_BYTES)[0] != xxh3_64_intdigest(view[:_SUMMED_BYTES]):
+        return None
+    magic, version, _, hashed, body_bytes, _ = _FIELDS.unpack_from(view)
+    if magic != MAGIC or version != FORMAT_VERSION:
+        return None
+    parent_hash, put_ms = _STAMP.unpack_from(view, _STAMP_AT)
+    return Stamp(hashed, parent_hash, put_ms, HEADER_BYTES + body_bytes)
+
+
 def are_sealed_for(
     headers: NDArray[np.uint8],
     key_hashes: Sequence[bytes],
@@ -130,6 +173,11 @@ def are_sealed_for(
     is_whole = words[:, -1] == np.fromiter(sums, np.uint64, num)
     good: NDArray[np.bool_] = is_whole & (words[:, : wanted.shape[1]] == wanted).all(axis=1)
     return good
+
+
+def _write_stamp(view: memoryview, raw: bytes) -> None:
+    view[_STAMP_AT : _STAMP_AT + _STAMP.size] = raw
+    view[_SUMMED_BYTES:HEADER_BYTES] = _SUM.pack(xxh3_64_intdigest(view[:_SUMMED_BYTES]))
 
 
 def _as_bytes(blob: memoryview) -> memoryview:

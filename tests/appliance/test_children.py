@@ -127,6 +127,9 @@ def test_master_and_owner_start_on_the_loopback_and_say_where(
     assert (owner["flags"]["protocol"], owner["flags"]["device_names"]) == ("rdma", "mlx5_0")
     assert owner["flags"]["global_segment_size"] == str(1 << 26)
     assert "enable_offload" not in owner["flags"]
+    assert told["disk_bytes"] == 0
+    # Above where the engine lets pages go by itself.
+    assert float(master["flags"]["eviction_high_watermark_ratio"]) == 0.95
 
 
 def test_a_disk_tier_is_asked_for_with_its_quota(
@@ -141,7 +144,7 @@ def test_a_disk_tier_is_asked_for_with_its_quota(
     assert owner["env"]["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] == str(tmp_path / "ssd")
     assert owner["env"]["MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE"] == "1000"
     told = json.loads((tmp_path / "run" / "mooncake.json").read_text())
-    assert (told["capacity_bytes"], told["has_disk"]) == (1001, True)
+    assert (told["capacity_bytes"], told["disk_bytes"], told["has_disk"]) == (1001, 1000, True)
 
 
 def test_a_master_that_ends_is_started_alone_on_its_port(start: Start, clock: FakeClock) -> None:
@@ -188,6 +191,12 @@ def test_an_owner_with_a_disk_waits_for_a_master_that_others_run(
     assert set(children.pids) == {"mooncake_client"}
     assert set(theirs.pids) == BOTH
     assert json.loads((tmp_path / "run" / "mooncake.json").read_text())["metrics"] == ""
+
+
+def test_the_metrics_of_a_master_that_others_run_are_told(start: Start, tmp_path: Path) -> None:
+    start(master="127.0.0.1:1", metrics="10.0.0.5:9003")
+    told = json.loads((tmp_path / "run" / "mooncake.json").read_text())
+    assert (told["master"], told["metrics"]) == ("127.0.0.1:1", "10.0.0.5:9003")
 
 
 @pytest.mark.parametrize("fault", ["missing", "ends at once"])

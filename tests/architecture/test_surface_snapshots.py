@@ -74,6 +74,7 @@ FIELDS = [
     "engine.tiers.l3_wait_ms",
     "engine.tiers.overlap_loads",
     "engine.tiers.mooncake_master",
+    "engine.tiers.mooncake_metrics",
     "engine.tiers.mooncake_protocol",
     "engine.tiers.mooncake_device",
     "engine.tiers.mooncake_segment_bytes",

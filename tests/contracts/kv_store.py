@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
@@ -26,7 +28,10 @@ ALL_KEYS = [*chain("a", 12), "ns/never/put"]  # a store that outlives a test is 
 
 
 class KvStoreContract:
-    """The suite. `make_store` opens an empty store for pages of `stored_pages.LAYOUT`."""
+    """The suite. `make_store` opens an empty store for pages of `stored_pages.LAYOUT`, with room
+    for all that is put; `make_small_store` one for 50 to 150 pages of `small_page_bytes`."""
+
+    small_page_bytes: ClassVar[int] = PAGE_BYTES
 
     @pytest.fixture
     def store(self, make_store: MakeStore) -> Store:
@@ -154,6 +159,46 @@ class KvStoreContract:
         store.put(keys, pages(keys))
         assert store.flush(10.0)
         assert read(store, keys) == [True] * 2
+
+    def test_heads_are_never_dropped_before_tails(self, make_small_store: MakeStore) -> None:
+        """Sessions that share a head, grow in turn and are read, in a store too small for them."""
+        store, size = make_small_store(), self.small_page_bytes
+        rng = random.Random(5)
+        sessions: dict[int, list[str]] = {number: chain("system", 2) for number in range(14)}
+        assert store.put(sessions[0], pages(sessions[0], size)) == [True] * 2
+        for turn in range(150):
+            number = rng.randrange(14)
+            keys = sessions[number]
+            keys = keys[: store.probe(keys)]
+            if rng.random() < 0.3:
+                assert read(store, keys, size) == [True] * len(keys)
+            # A turn puts its new pages alone: it says which page each of them follows.
+            new = [f"ns/s{number}/{turn}/{at}" for at in range(rng.randint(1, 4))]
+            kept = store.put(new, pages(new, size), [keys[-1], *new[:-1]])
+            assert kept == sorted(kept, reverse=True), "a page behind one that was refused"
+            sessions[number] = [*keys, *new[: sum(kept)]]
+            if turn % 10 == 9:
+                for held in sessions.values():
+                    are_there = [store.probe([key]) == 1 for key in held]
+                    assert are_there == sorted(are_there, reverse=True), f"turn {turn}"
+                    assert are_there[:2] == [True] * 2, "the head that all share"
+        status = store.status()
+        assert (status.state, status.counters["failures"]) == (StoreState.UP, 0)
+        assert status.counters.get("evicted", 0) + status.counters["refused_puts"] > 100
+
+    def test_what_follows_a_page_that_had_no_room_is_not_kept_either(
+        self, make_small_store: MakeStore
+    ) -> None:
+        store, size = make_small_store(), self.small_page_bytes
+        keys = chain("long", 200)
+        kept: list[bool] = []
+        for start in range(0, 200, 20):
+            some = keys[start : start + 20]
+            before = keys[start - 1] if start else ""
+            kept += store.put(some, pages(some, size), [before, *some[:-1]])
+        assert 50 <= sum(kept) <= 150
+        assert kept == sorted(kept, reverse=True)
+        assert read(store, keys, size) == kept
 
     def test_a_closed_store_answers_no_and_says_why(self, store: Store) -> None:
         keys = chain("a", 2)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import random
 
 from kvtiers.file_store_index import PageIndex
-from kvtiers.file_store_reuse import ReuseHistory
-from kvtiers.file_store_segments import NO_PARENT, Record
+from kvtiers.file_store_segments import Record
+from kvtiers.page_order import NO_PARENT
+from kvtiers.page_reuse import ReuseHistory
 
 
 def _record(

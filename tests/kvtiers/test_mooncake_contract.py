@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from appliance.children import MooncakeSettings
 from tests.contracts.kv_store import ALL_KEYS, KvStoreContract, MakeStore
 from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
 
@@ -25,3 +27,12 @@ class TestMooncakeStore(KvStoreContract):
         # A connection takes a second to close: it is shared until a test closes it.
         yield machine.shared
         machine.shared().remove(ALL_KEYS)
+
+    small_page_bytes = 160_000
+
+    @pytest.fixture
+    def make_small_store(self, tmp_path: Path) -> Iterator[MakeStore]:
+        require_mooncake()
+        small = MooncakeMachine(tmp_path, MooncakeSettings(segment_bytes=16 << 20))
+        yield lambda: small.open(self.small_page_bytes)
+        small.close()

@@ -46,6 +46,10 @@ class ReuseHistory:
         while len(self._lost) > min(MOST_LOST, LOST_PER_PAGE * num_held + 64):
             self._lost.popitem(last=False)
 
+    def is_lost(self, key_hash: bytes) -> bool:
+        """Whether a page made room for others lately, and was not put again since."""
+        return key_hash in self._lost
+
     def find_lost(self, key_hash: bytes) -> int | None:
         """How long a page was not used that was lost and is there again; None: it was not lost."""
         used_at = self._lost.pop(key_hash, None)
