@@ -5,8 +5,8 @@
                                           [--overlap-loads]
 
 A run draws an engine (pools, slots, L2, a store that is slow, loses, damages or hangs, drafts,
-late steps and copies, steps that read pages as they come, loads that fail then, restarts over the
-same L2 and store) and talks to it: turns that branch
+late steps and copies, when a step gets its successor, steps that read pages as they come, loads
+that fail then, restarts over the same L2 and store) and talks to it: turns that branch
 from shared stems, with grammars, penalties, logprobs, priorities, aborts, readers that leave and
 come back, moves, leases, hints, rollbacks between them. Checked: every token, ending and logprob
 against a plain loop; no transfer meets a step or another transfer (`FlightWatch`), whether or not
@@ -41,6 +41,7 @@ from engine import api
 from engine.client import EngineClient
 from engine.config import TiersConfig
 from engine.errors import EngineError
+from engine.loop.event_loop import RunAhead
 from engine.loop.heart import Keeper
 from engine.loop.server import EngineServer
 from engine.transport import pack_ids
@@ -124,6 +125,15 @@ class Setting:
         self.most_stem = 24 if self.is_crowded else 40
         self.overlap_loads = rng.random() < 0.5 or overlap_loads
         self.load_fails_one_in = rng.choice([0, 0, 6])
+        # As it is no step of so small a model is long, nor does one say what a token costs.
+        self.run_ahead = rng.choice(
+            [
+                RunAhead(),
+                RunAhead(tokens=3, ms=3, timed_tokens=4),
+                RunAhead(tokens=1, ms=20, timed_tokens=2),
+                RunAhead(tokens=1, ms=0, timed_tokens=1),
+            ]
+        )
 
     @property
     def excused(self) -> set[str]:
@@ -221,6 +231,7 @@ class Run:
         )
 
         def prepare(server: EngineServer) -> None:
+            server._loop.run_ahead = setting.run_ahead
             self.watches.append(FlightWatch(server, runner, setting.max_slots))
             plane = server._tiers._plane
             if plane is not None:
@@ -520,7 +531,8 @@ def soak(
 ) -> dict[str, Any]:
     """Run until there are no more seeds. The result has what was done, and which seeds broke."""
     start_s = said_s = time.monotonic()
-    totals = {"runs": 0, "tokens": 0, "tokens_from_l2_l3": 0, "steps": 0, "loading_steps": 0}
+    names = ("runs", "tokens", "tokens_from_l2_l3", "steps", "steps_ahead", "loading_steps")
+    totals = dict.fromkeys(names, 0)
     broken: list[int] = []
     while (seed := seeds()) is not None:
         with tempfile.TemporaryDirectory() as directory:
@@ -540,6 +552,7 @@ def soak(
         totals["tokens"] += run.num_tokens
         totals["tokens_from_l2_l3"] += run.num_lower_tokens
         totals["steps"] += sum(watch.num_steps for watch in run.watches)
+        totals["steps_ahead"] += sum(watch.num_steps_ahead for watch in run.watches)
         totals["loading_steps"] += sum(runner.num_loading_steps for runner in run.runners)
         if time.monotonic() - said_s > 60:
             said_s = time.monotonic()

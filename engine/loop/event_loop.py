@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +52,16 @@ class StepsKeepFailingError(RuntimeError):
     """Step after step fails in the executor; only a new process may help."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAhead:
+    """When a step gets its successor before its result is in: behind one of few `tokens` at once,
+    behind a longer one `ms` before its end. Steps with `timed_tokens` of prefill say how long."""
+
+    tokens: int = RUN_AHEAD_TOKENS
+    ms: int = RUN_AHEAD_MS
+    timed_tokens: int = PREFILL_STEP_TOKENS
+
+
 class EngineLoop:
     """Steps, from plan to commit. One thread calls all of it."""
 
@@ -80,6 +91,7 @@ class EngineLoop:
         self._speculation = speculation
         self._trace = trace
         self._now_ms = now_ms
+        self.run_ahead = RunAhead()
         self._in_flight: deque[DispatchedStep] = deque()
         self._held: StepResult | None = None  # of a step that read what is not known to be good
         self._unmasked: set[int] = set()  # steps that sampled before their masks were filled
@@ -191,7 +203,7 @@ class EngineLoop:
             return True
         if len(self._in_flight) >= MAX_STEPS_IN_FLIGHT:
             return False
-        if self._in_flight[-1].num_tokens <= RUN_AHEAD_TOKENS:
+        if self._in_flight[-1].num_tokens <= self.run_ahead.tokens:
             return True
         nearly_ms = self._nearly_done_ms()
         return nearly_ms is not None and self._last_look_ms >= nearly_ms
@@ -204,7 +216,7 @@ class EngineLoop:
             return None
         newest = self._in_flight[-1]
         start_ms = max(newest.dispatched_ms, self._last_result_ms)
-        return start_ms + int(us_per_token * newest.num_tokens / 1e3) - RUN_AHEAD_MS
+        return start_ms + int(us_per_token * newest.num_tokens / 1e3) - self.run_ahead.ms
 
     def _dispatch_next(self) -> bool:
         """Plan a step and hand it to the executor; False if there is nothing to run."""
@@ -291,7 +303,7 @@ class EngineLoop:
             self._speculation.note(taken)
         spent_ns = time.thread_time_ns() - start_ns
         # Nor does a step say it that waited for pages.
-        is_timed = step.num_prefill_tokens >= PREFILL_STEP_TOKENS and not any(step.loads)
+        is_timed = step.num_prefill_tokens >= self.run_ahead.timed_tokens and not any(step.loads)
         num_timed = step.num_tokens if is_timed else 0
         self._counters.note_commit(result, num_timed, committed.num_sampled, spent_ns)
         if self._trace is not None:

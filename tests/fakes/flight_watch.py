@@ -61,6 +61,9 @@ class FlightWatch:
         self._runner = runner
         self.log: deque[dict[str, Any]] = deque(maxlen=LOG_LEN)
         self.num_steps = 0
+        self.num_steps_ahead = 0  # dispatched behind a long one whose result is not in
+        self._loop = server._loop
+        self._newest_len = 0
         self._steps: deque[Uses] = deque()
         self._moves: dict[int, tuple[Move, Uses]] = {}
         self._tickets_of: dict[int, tuple[LayeredLoad, frozenset[int]]] = {}
@@ -87,6 +90,9 @@ class FlightWatch:
                 assert ("l1", move.target) not in uses.writes, f"{uses.what} writes where it reads"
             else:
                 self._check(uses, other)
+        if self._steps and self._newest_len > self._loop.run_ahead.tokens:
+            self.num_steps_ahead += 1
+        self._newest_len = len(step.forward.input_ids)
         self._steps.append(uses)
         self.num_steps += 1
         self._scheduler.check_integrity()
