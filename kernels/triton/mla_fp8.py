@@ -17,8 +17,9 @@ from kernels.signature import CallSignature
 from kernels.triton.boxes import boxes
 from kernels.triton.mla import LOG2_E, TILE, merge, refuse_shapes
 
-# Two took 1 % less of a step than one, at 1 x 64K and at 16 x 64K (H200).
-ROPE_TILES = 2
+# Up to so many folded rows scores come straight from codes: 63 us where a tile in bf16 for them
+# takes 68, at 8 x 32K (H200).
+TERMS_ROWS = 16
 
 
 def refuse_fp8(call: CallSignature) -> str | None:
@@ -71,23 +72,15 @@ def attend_fp8(
     workspace: MlaWorkspace,
 ) -> torch.Tensor:
     """As attend_hopper."""
-    from kernels.triton.mla_decode_fp8 import mla_decode_fp8_kernel
-
     rows = workspace.q_len * workspace.num_heads
-    num_columns = 16 if rows <= 16 else 32
-    stages = 2 if num_columns == 16 else 1  # what shared memory has room for
-    ropes = ROPE_TILES if num_columns == 16 else 1
     width = q.shape[-1]
     planes = latent_planes(kv_pool_layer, latent_dim, width - latent_dim)
     last_page = kv_pool_layer.shape[0] - 1
     page_rows = kv_pool_layer.stride(0) // latent_dim
     rope_page_rows = planes.rope.stride(0) // 64
     out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
-    pdl = workspace.may_start_early and not workspace.plan_is_fresh  # see attend_hopper
-    workspace.plan_is_fresh = False
-    mla_decode_fp8_kernel[(workspace.num_parts,)](
-        boxes(q, q.shape[0] * q.shape[1], width, num_columns, latent_dim // 2, 16),
-        boxes(q, q.shape[0] * q.shape[1], width, num_columns, 64, 16),
+    arguments = (
+        q,
         boxes(kv_pool_layer, last_page * page_rows + TILE, latent_dim, TILE, 128, 8),
         boxes(planes.rope, last_page * rope_page_rows + TILE, 64, TILE, 64, 16),
         planes.scales,
@@ -103,16 +96,24 @@ def attend_fp8(
         rope_page_rows,
         planes.scales.stride(0),
         softmax_scale * LOG2_E,
-        H=workspace.num_heads,
-        Q_LEN=workspace.q_len,
-        N=num_columns,
-        D=latent_dim,
-        NUM_PARTS=workspace.num_parts,
-        ROWS_PAD=workspace.num_blocks * TILE_ROWS,
-        TILE=TILE,
-        STAGES=stages,
-        ROPES=ropes,
-        num_warps=4,
-        launch_pdl=pdl,
     )
+    sizes = {
+        "H": workspace.num_heads,
+        "Q_LEN": workspace.q_len,
+        "D": latent_dim,
+        "NUM_PARTS": workspace.num_parts,
+        "ROWS_PAD": workspace.num_blocks * TILE_ROWS,
+        "TILE": TILE,
+        "num_warps": 4,
+        "launch_pdl": workspace.may_start_early and not workspace.plan_is_fresh,  # attend_hopper
+    }
+    workspace.plan_is_fresh = False
+    if rows <= TERMS_ROWS:
+        from kernels.triton.mla_decode_fp8_terms import mla_decode_fp8_terms_kernel
+
+        mla_decode_fp8_terms_kernel[(workspace.num_parts,)](*arguments, **sizes)
+        return out
+    from kernels.triton.mla_decode_fp8 import mla_decode_fp8_kernel
+
+    mla_decode_fp8_kernel[(workspace.num_parts,)](*arguments, N=32, **sizes)
     return out

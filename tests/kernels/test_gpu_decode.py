@@ -269,6 +269,43 @@ def test_decode_over_fp8_planes_agrees_with_the_reference(
     assert torch.equal(found, again)
 
 
+def test_queries_of_any_size_attend_over_fp8_planes_as_the_reference() -> None:
+    """Rows of zeros, tiny and huge ones, and rows in which one number outweighs all others."""
+    from kernels.ops.mla import mla_decode, plan_mla_decode
+
+    torch.manual_seed(3)
+    size, num_pages = 64 * 656, 40
+    pool = torch.zeros(num_pages, size, dtype=torch.uint8, device="cuda")
+    planes = latent_planes(pool, 512, 64)
+    codes = torch.randint(0, 0x7F, planes.values.shape, device="cuda")
+    codes += 0x80 * torch.randint(0, 2, codes.shape, device="cuda")
+    planes.values.view(torch.uint8).copy_(codes)
+    exponents = torch.randint(-12, -6, planes.scales.shape, device="cuda")
+    planes.scales.copy_(torch.exp2(exponents.float()))
+    planes.rope.copy_(draw(num_pages, 64, 64))
+    lens = [num_pages // 2 * 64 - 3, 700]
+    pages = torch.randperm(num_pages, device="cuda").int().view(2, -1)
+    slots, seq_lens = torch.arange(2, device="cuda").int(), torch.tensor(lens, device="cuda").int()
+    q = draw(2, 16, 576)
+    sizes = torch.tensor([0.0, 1e-20, 1e-5, 1e-2, 1.0, 3.0, 10.0, 1.0] * 2, device="cuda")
+    q *= sizes[:, None]
+    q[:, 7, 100] = 100.0
+    q[:, 15, 300] = -40.0
+    workspace = make_mla_workspace(max_rows=2, num_heads=16, q_len=1, device="cuda")
+    plan_mla_decode(workspace, seq_lens, pages, slots)
+    with override("mla_decode", "gluon_hopper_fp8"):
+        found = mla_decode(q, pool, pages, slots, seq_lens, 0.1, workspace)
+    for row, length in enumerate(lens):
+        shown = pages[row].long()
+        scales = planes.scales[shown].repeat_interleave(128, dim=-1)
+        latents = (planes.values[shown].float() * scales).flatten(0, 1)[:length].double()
+        keys = torch.cat((latents, planes.rope[shown].flatten(0, 1)[:length].double()), -1)
+        weights = torch.softmax(q[row].double() @ keys.T * 0.1, dim=-1)
+        wanted = weights @ latents
+        error = (found[row].double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert float(error.max()) < 2 * TOLERANCE, error  # of the worst row, sharp ones among them
+
+
 def test_fp8_planes_are_written_as_the_reference_writes_them() -> None:
     torch.manual_seed(1)
     angles = torch.rand(500, 32, device="cuda") * 6

@@ -248,13 +248,12 @@ def dense_rows() -> Any:
 def mla_fp8(query_tokens: int = 1) -> Any:
     """One query token of 16 heads over fp8 planes, or two."""
     from kernels.triton.mla_decode_fp8 import mla_decode_fp8_kernel
+    from kernels.triton.mla_decode_fp8_terms import mla_decode_fp8_terms_kernel
 
-    rows = 16 * query_tokens
-    room = 2 if query_tokens == 1 else 1
-    constants = dict(H=16, Q_LEN=query_tokens, N=rows, D=512, NUM_PARTS=132, ROWS_PAD=64, TILE=64)
-    constants |= dict(STAGES=room, ROPES=room)
-    boxes = {"q_lo_desc": (rows, 256), "q_rope_desc": (rows, 64)}
-    return compile_one(mla_decode_fp8_kernel, constants, warps=4, gluon=True, boxes=boxes)
+    constants = dict(H=16, Q_LEN=query_tokens, D=512, NUM_PARTS=132, ROWS_PAD=64, TILE=64)
+    if query_tokens == 1:
+        return compile_one(mla_decode_fp8_terms_kernel, constants, warps=4, gluon=True)
+    return compile_one(mla_decode_fp8_kernel, constants | {"N": 32}, warps=4, gluon=True)
 
 
 _ROW = dict(PIECES=32, BLOCK=1024, STEPS=4)  # of 102,400 to 131,072 tokens
