@@ -47,6 +47,10 @@ OWNER_THREADS = 2
 BUCKET_KEYS = 1
 # Through which pages come back from disk. The default takes 1.3 GB of memory and 2 s at start.
 DISK_BUFFER_BYTES = 128 << 20
+# Parts of its quota at which the owner deletes the oldest files, and down to which. By default 0.9
+# and 0.8: that leaves too little behind what the engine keeps there (kvtiers.mooncake_pages).
+DISK_EVICTS_AT = "0.97"
+DISK_EVICTS_DOWN_TO = "0.95"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +287,8 @@ class MooncakeChildren:
                 "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": quota,
                 "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": quota,
                 "MOONCAKE_OFFLOAD_BUCKET_EVICTION_POLICY": "lru",
+                "MOONCAKE_OFFLOAD_DISK_EVICTION_HIGH_WATERMARK_RATIO": DISK_EVICTS_AT,
+                "MOONCAKE_OFFLOAD_DISK_EVICTION_LOW_WATERMARK_RATIO": DISK_EVICTS_DOWN_TO,
             }
         return {name: os.environ.get(name, value) for name, value in env.items()}
 

@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 # Of memory. The allocator of Mooncake rounds sizes up by an eighth at most, so it may be full at
 # 8/9 of what it counts; the rest is for what several engines put between two looks.
 MEMORY_SHARE = 0.8
-# Of the disk tier, whose owner deletes the oldest files by itself where it is full, and keeps those
-# of removed pages till then.
-DISK_SHARE = 0.75
+# Of the disk tier. A page that is removed leaves its file, until that is among the oldest of a full
+# tier and its owner deletes it: the rest is for those. Of a session in use for longer than it takes
+# to write the whole tier anew the head is deleted all the same, and the next sweep drops its tail.
+DISK_SHARE = 0.7
 GOAL_SHARE = 0.95  # of the limit: how far down one round of evictions goes
 LOOK_AGAIN_S = 1.0
 SWEEP_AGAIN_S = 1.0

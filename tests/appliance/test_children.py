@@ -143,6 +143,8 @@ def test_a_disk_tier_is_asked_for_with_its_quota(
     assert _starts(children, "mooncake_master")[0]["flags"]["enable_offload"] == "true"
     assert owner["env"]["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] == str(tmp_path / "ssd")
     assert owner["env"]["MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE"] == "1000"
+    # The owner deletes files, oldest first, above where the engine lets pages go by itself.
+    assert owner["env"]["MOONCAKE_OFFLOAD_DISK_EVICTION_LOW_WATERMARK_RATIO"] == "0.95"
     told = json.loads((tmp_path / "run" / "mooncake.json").read_text())
     assert (told["capacity_bytes"], told["disk_bytes"], told["has_disk"]) == (1001, 1000, True)
 

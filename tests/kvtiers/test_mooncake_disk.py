@@ -4,6 +4,7 @@ clock that jumps. Misses at most, and never a page of others."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from appliance.children import MooncakeSettings
+from kvtiers.mooncake_endpoints import list_keys
+from kvtiers.mooncake_store import MooncakeStore
 from kvtiers.objects import HEADER_BYTES
 from kvtiers.store import StoreState
 from tests.fakes.full_disk import FullDisk
@@ -145,5 +148,63 @@ def test_a_clock_that_jumps_changes_nothing(
         status = store.status()
         assert (status.state, status.counters["failures"]) == (StoreState.UP, 0)
         assert machine.children.restarts == {"mooncake_master": 0, "mooncake_client": 0}
+    finally:
+        machine.close()
+
+
+def test_on_disk_heads_stay_as_well_and_what_comes_back_after_a_restart_is_put_in_order(
+    tmp_path: Path,
+) -> None:
+    """Twice the quota goes through it. Removing a page leaves its file, so those of pages that
+    were evicted come back when all is started again: they are known by what they say."""
+    require_mooncake()
+    size = 400_000
+    settings = MooncakeSettings(
+        segment_bytes=32 * MIB, ssd_dir=str(tmp_path / "ssd"), ssd_quota_bytes=32 * MIB
+    )
+    machine = MooncakeMachine(tmp_path / "run", settings)
+    prefixes: list[list[str]] = []
+
+    def put_more(store: MooncakeStore, count: int) -> None:
+        for _ in range(count):
+            keys = chain(f"p{len(prefixes)}", 8)
+            kept = store.put(keys, pages(keys, size))
+            prefixes.append(keys[: sum(kept)])
+
+    def all_heads(store: MooncakeStore) -> int:
+        num_pages = 0
+        for keys in prefixes:
+            are_there = [store.probe([key]) == 1 for key in keys]
+            assert are_there == sorted(are_there, reverse=True)
+            num_pages += sum(are_there)
+        return num_pages
+
+    try:
+        store = machine.open(size)
+        for _ in range(4):
+            put_more(store, 5)
+            assert store.flush(20.0)
+            all_heads(store)
+        assert 40 <= all_heads(store) <= 58, "seven tenths of the quota are 58 pages"
+        assert store.status().counters["evicted"] >= 100
+        metrics = json.loads(machine.endpoints.read_text())["metrics"]
+        known = list_keys(metrics)
+        for pid in machine.children.pids.values():
+            os.kill(pid, signal.SIGKILL)
+        store.close()
+        machine.wait(lambda: len(machine.children.pids) < 2)
+        machine.wait(lambda: len(machine.children.pids) == 2)
+        again = machine.open(size)
+        metrics = json.loads(machine.endpoints.read_text())["metrics"]
+        num_files = len(list((tmp_path / "ssd").rglob("*.bucket")))
+        machine.wait(lambda: len(list_keys(metrics)) == num_files)
+        assert list_keys(metrics) - known, "evicted, and there again"
+        put_more(again, 3)
+        assert [len(keys) for keys in prefixes[-3:]] == [8] * 3
+        assert 40 <= all_heads(again) <= 58
+        assert again.status().num_objects == len(list_keys(metrics)), "all is known"
+        for keys in prefixes[-3:]:
+            assert read(again, keys, size) == [True] * 8
+        assert again.status().counters["failures"] == 0
     finally:
         machine.close()

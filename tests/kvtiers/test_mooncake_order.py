@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from appliance.children import MooncakeSettings
-from kvtiers.mooncake_endpoints import list_keys, read_usage
+from kvtiers.mooncake_endpoints import MooncakeUsage, list_keys, read_usage
 from kvtiers.mooncake_store import MooncakeStore
 from kvtiers.objects import object_bytes
 from kvtiers.store import StoreState
@@ -24,12 +24,33 @@ SIZE = 200_000
 SETTINGS = MooncakeSettings(segment_bytes=32 * MIB)  # 134 pages at 0.8 of it
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Iterator[MooncakeMachine]:
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMachine]:
     require_mooncake()
-    machine = MooncakeMachine(tmp_path / "run", SETTINGS)
+    machine = MooncakeMachine(tmp_path_factory.mktemp("mooncake"), SETTINGS)
     yield machine
     machine.close()
+
+
+@pytest.fixture
+def machine(processes: MooncakeMachine) -> Iterator[MooncakeMachine]:
+    """Empty, and with no page evicted by its master so far."""
+    before = usage_of(processes).num_evicted
+    yield processes
+    usage = usage_of(processes)
+    assert usage.num_evicted == before, "its master evicted pages"
+    assert usage.memory_bytes <= 0.8 * usage.memory_capacity
+    emptied = processes.shared()
+    emptied.remove(sorted(list_keys(metrics_of(processes))))
+
+
+def metrics_of(machine: MooncakeMachine) -> str:
+    address: str = json.loads(machine.endpoints.read_text())["metrics"]
+    return address
+
+
+def usage_of(machine: MooncakeMachine) -> MooncakeUsage:
+    return read_usage(metrics_of(machine))
 
 
 def grow(store: MooncakeStore, session: list[str], keys: Sequence[str]) -> None:
@@ -42,8 +63,7 @@ def grow(store: MooncakeStore, session: list[str], keys: Sequence[str]) -> None:
 
 def heads_of(machine: MooncakeMachine, sessions: Sequence[Sequence[str]]) -> list[int]:
     """How many pages of each there are, and all of them at its head; asked of Mooncake itself."""
-    metrics = json.loads(machine.endpoints.read_text())["metrics"]
-    present = list_keys(metrics)
+    present = list_keys(metrics_of(machine))
     heads = []
     for keys in sessions:
         are_there = [key in present for key in keys]
@@ -60,13 +80,6 @@ def check_every_key(store: MooncakeStore, sessions: Sequence[Sequence[str]]) -> 
         assert read(store, keys, SIZE) == are_there
 
 
-def check_master_evicted_nothing(machine: MooncakeMachine) -> None:
-    metrics = json.loads(machine.endpoints.read_text())["metrics"]
-    usage = read_usage(metrics)
-    assert usage.num_evicted == 0
-    assert usage.memory_bytes <= 0.8 * usage.memory_capacity
-
-
 def test_of_the_session_at_the_border_the_head_is_kept(machine: MooncakeMachine) -> None:
     store = machine.open(SIZE)
     sessions: list[list[str]] = [[] for _ in range(12)]
@@ -81,7 +94,6 @@ def test_of_the_session_at_the_border_the_head_is_kept(machine: MooncakeMachine)
     assert heads[-3:] == [30] * 3
     assert 120 <= sum(heads) <= 134
     check_every_key(store, sessions)
-    check_master_evicted_nothing(machine)
     status = store.status()
     assert (status.state, status.counters["failures"]) == (StoreState.UP, 0)
     assert status.counters["evicted"] == 360 - sum(heads)
@@ -97,8 +109,8 @@ def test_sessions_that_grow_in_turn_and_are_read_keep_their_heads(machine: Moonc
     assert store.put(system, pages(system, SIZE)) == [True] * 3
     sessions = [list(system) for _ in range(16)]
     hot = sessions[0]
-    grow(store, hot, chain("hot", 20))
-    for turn in range(120):
+    grow(store, hot, chain("hot", 6))
+    for turn in range(90):
         assert all(read(store, hot, SIZE)), "what is read all the time stays"
         session = rng.choice(sessions[1:])
         present = heads_of(machine, [session])[0]
@@ -109,29 +121,27 @@ def test_sessions_that_grow_in_turn_and_are_read_keep_their_heads(machine: Moonc
         assert heads_of(machine, [system]) == [3], "the head that all share"
         heads_of(machine, sessions)
     check_every_key(store, sessions)
-    check_master_evicted_nothing(machine)
-    assert store.status().counters["evicted"] > 100
+    assert store.status().counters["evicted"] > 80
 
 
 def test_an_engine_that_comes_back_finds_the_order_in_the_pages(machine: MooncakeMachine) -> None:
     """All that the one before it knew is gone, its objects are not."""
     sessions: list[list[str]] = []
-    for life in range(3):
+    for life in range(2):
         store = machine.open(SIZE)
-        for number in range(4):
+        for number in range(6):
             sessions.append([])
             grow(store, sessions[-1], chain(f"s{life}/{number}", 14))
-        for session in sessions[-6:-4]:  # of the life before
+        for session in sessions[-8:-6]:  # of the life before
             present = heads_of(machine, [session])[0]
             if present == 14:
                 grow(store, session, [f"{session[0]}/more/{at}" for at in range(5)])
         heads = heads_of(machine, sessions)
-        assert heads[-4:] == [14] * 4
+        assert heads[-6:] == [14] * 6
         store.close()
     assert sum(heads_of(machine, sessions)) <= 134
     again = machine.open(SIZE)
     check_every_key(again, sessions)
-    check_master_evicted_nothing(machine)
     assert again.status().num_objects == sum(heads_of(machine, sessions)), "nothing leaks"
 
 
@@ -140,7 +150,7 @@ def test_two_engines_keep_the_order_of_each_others_pages(machine: MooncakeMachin
     engines = [machine.open(SIZE), machine.open(SIZE)]
     rng = random.Random(8)
     sessions: list[list[str]] = [[] for _ in range(10)]
-    for turn in range(100):
+    for turn in range(80):
         engine = rng.choice(engines)
         session = rng.choice(sessions)
         del session[heads_of(machine, [session])[0] :]
@@ -148,8 +158,7 @@ def test_two_engines_keep_the_order_of_each_others_pages(machine: MooncakeMachin
         heads_of(machine, sessions)
     for engine in engines:
         check_every_key(engine, sessions)
-        assert engine.status().counters["evicted"] > 20
-    check_master_evicted_nothing(machine)
+        assert engine.status().counters["evicted"] > 10
 
 
 def test_what_follows_a_page_that_somebody_dropped_goes_too(machine: MooncakeMachine) -> None:
@@ -183,7 +192,6 @@ def test_an_engine_that_cannot_ask_the_master_orders_its_own_pages(
         heads = heads_of(machine, sessions)
         assert 120 <= sum(heads) <= 134
         check_every_key(store, sessions)
-        check_master_evicted_nothing(machine)
     finally:
         store.close()
 
@@ -201,7 +209,6 @@ def test_objects_of_other_software_are_left_alone(machine: MooncakeMachine) -> N
     heads = heads_of(machine, sessions)
     assert heads[-1] == 20 and sum(heads) < 110
     assert client.exist(names, 5.0) == [1] * 40
-    check_master_evicted_nothing(machine)
 
 
 def test_where_others_have_taken_all_pages_are_refused_from_one_on(
