@@ -18,6 +18,7 @@ class SchedulerConfig:
         model_fingerprint: str = "",
         ageing_ms: int = 10_000,  # waiting this long is worth one priority class
         suffix_us_per_token: int = 800,  # an uncached token delays its request by this much
+        spare_percent: int = 25,  # of the pool: with less to be had, streams come first; 0: never
         eviction: str = "value",  # value | lru
         attention_len: int = 32768,  # context at which recomputing a token costs twice
         lease_percent: int = 50,  # of the pool, for all leases
@@ -38,6 +39,7 @@ class SchedulerConfig:
     model_fingerprint: str
     ageing_ms: int
     suffix_us_per_token: int
+    spare_percent: int
     eviction: str
     attention_len: int
     lease_percent: int

@@ -64,13 +64,14 @@ void bind_config(nb::module_& module) {
           [](SchedulerConfig* self, std::int32_t page_size, std::int32_t num_pages,
              std::int32_t max_slots, std::int32_t max_context_len, std::int32_t token_budget,
              std::string model_fingerprint, std::int64_t ageing_ms,
-             std::int64_t suffix_us_per_token, std::string eviction, std::int32_t attention_len,
-             std::int32_t lease_percent, std::int32_t tenant_lease_percent,
+             std::int64_t suffix_us_per_token, std::int32_t spare_percent, std::string eviction,
+             std::int32_t attention_len, std::int32_t lease_percent,
+             std::int32_t tenant_lease_percent,
              std::int32_t num_l2_pages, bool use_l3, std::int32_t num_l3_pages, bool probe_l3,
              std::int64_t l3_wait_ms, bool overlap_loads, std::int32_t max_preemptions) {
             SchedulerConfig config{page_size,           num_pages,     max_slots,
                                    max_context_len,     token_budget,  std::move(model_fingerprint),
-                                   ageing_ms,           suffix_us_per_token,
+                                   ageing_ms,           suffix_us_per_token, spare_percent,
                                    std::move(eviction), attention_len, lease_percent,
                                    tenant_lease_percent, num_l2_pages, use_l3,
                                    num_l3_pages,        probe_l3,      l3_wait_ms,
@@ -83,6 +84,7 @@ void bind_config(nb::module_& module) {
           nb::arg("token_budget") = defaults.token_budget, nb::arg("model_fingerprint") = "",
           nb::arg("ageing_ms") = defaults.ageing_ms,
           nb::arg("suffix_us_per_token") = defaults.suffix_us_per_token,
+          nb::arg("spare_percent") = defaults.spare_percent,
           nb::arg("eviction") = defaults.eviction,
           nb::arg("attention_len") = defaults.attention_len,
           nb::arg("lease_percent") = defaults.lease_percent,
@@ -100,6 +102,7 @@ void bind_config(nb::module_& module) {
       .def_ro("model_fingerprint", &SchedulerConfig::model_fingerprint)
       .def_ro("ageing_ms", &SchedulerConfig::ageing_ms)
       .def_ro("suffix_us_per_token", &SchedulerConfig::suffix_us_per_token)
+      .def_ro("spare_percent", &SchedulerConfig::spare_percent)
       .def_ro("eviction", &SchedulerConfig::eviction)
       .def_ro("attention_len", &SchedulerConfig::attention_len)
       .def_ro("lease_percent", &SchedulerConfig::lease_percent)

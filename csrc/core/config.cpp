@@ -26,6 +26,7 @@ void SchedulerConfig::validate() const {
   require_range("token_budget", token_budget, 1, 1 << 24);
   require_range("ageing_ms", ageing_ms, 1, 1'000'000'000);
   require_range("suffix_us_per_token", suffix_us_per_token, 0, 1'000'000);
+  require_range("spare_percent", spare_percent, 0, 100);
   require_range("attention_len", attention_len, 1, kMaxInt);
   require_range("lease_percent", lease_percent, 0, 100);
   require_range("tenant_lease_percent", tenant_lease_percent, 0, 100);

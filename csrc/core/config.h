@@ -20,6 +20,8 @@ struct SchedulerConfig {
   std::int64_t ageing_ms = 10'000;    // waiting this long is worth one priority class
   // An uncached token delays its request by this much: turns pass cold prompts while those queue.
   std::int64_t suffix_us_per_token = 800;
+  // Of the pool: while less could be had, long prompts leave most steps to streams; 0: never.
+  std::int32_t spare_percent = 25;
 
   std::string eviction = "value";         // value | lru
   std::int32_t attention_len = 32768;     // context at which recomputing a token costs twice

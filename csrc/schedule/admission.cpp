@@ -106,25 +106,29 @@ std::int32_t Scheduler::num_promised_pages() const {
   return promised;
 }
 
-// Beside what the running ones need. Leases give way to a running request, but not to one that could
-// as well wait.
+// What a request that is admitted may have: not what running ones will want, nor what transfers still
+// read. Leases give way to a running request, but not to one that could as well wait.
+std::int32_t Scheduler::num_spare_pages() const {
+  const TreePages& cached = tree_.pages();
+  return pool_.num_free() + cached.evictable - cached.idle_leased - pool_.num_held() -
+         num_promised_pages();
+}
+
 std::int32_t Scheduler::num_lacking_pages(const Request& request, PrefixMatch& match) const {
   const std::int32_t last_len = request.prompt_len + request.max_new_tokens - 1;
   const std::int32_t needed = config_.pages_of(std::min(request.len() + 1, last_len)) -
                               match.full_len / config_.page_size;
-  const TreePages& cached = tree_.pages();
   const TreePages on_path = tree_.pages_on_path(match);
-  const std::int32_t room = pool_.num_free() + cached.evictable - on_path.evictable;
-  const std::int32_t leased = cached.idle_leased - on_path.idle_leased;
   const std::int32_t copied =
       tree_.can_take_partial(match) ? 0 : tree_.num_evictable_beside(match);
   const bool is_alone = running_.empty() && num_leaving_ == 0;
   if (is_alone && num_loads_ == 0 && pool_.num_held() == 0) {
     // Alone, it fits (submit saw to that), if need be without the page it would copy from.
+    const std::int32_t room = pool_.num_free() + tree_.pages().evictable - on_path.evictable;
     if (needed > room - copied) match.partial_node = nullptr, match.partial_len = 0;
     return 0;
   }
-  return needed + num_promised_pages() - (room - leased - copied - pool_.num_held());
+  return needed + copied + on_path.evictable - on_path.idle_leased - num_spare_pages();
 }
 
 void Scheduler::admit(Request& request, PrefixMatch match, std::span<const PageHash> below,

@@ -88,17 +88,26 @@ void Scheduler::plan_running(Plan& plan) {
     }
   }
   decode_cursor_ = decode_budget < num_decodes ? first + decode_budget : 0;
-  plan_long_prefills(plan);
+  is_for_short_ones_ = is_turn_of_streams();
+  if (!is_for_short_ones_) plan_long_prefills(plan);
 }
 
 std::int32_t Scheduler::quarter_of_step() const { return (config_.token_budget + 3) / 4; }
 
 bool Scheduler::is_short(std::int32_t num_tokens) const { return num_tokens <= quarter_of_step(); }
 
+// A step of a long prompt takes as long as dozens of a stream's own, and the stream keeps its memory
+// all the while. Where little is spare, streams have some steps to each one with a long prompt: they
+// end sooner, and the next turn finds room.
+bool Scheduler::is_turn_of_streams() const {
+  return !decode_rows_.empty() && num_steps_since_long_ < kStreamSteps &&
+         std::int64_t{num_spare_pages()} * 100 <
+             std::int64_t{config_.num_pages} * config_.spare_percent;
+}
+
 // A prompt of many steps leaves a quarter of each to short ones that come meanwhile: a turn of a
 // tool's answer does not wait until somebody's whole repository has been read.
 void Scheduler::plan_long_prefills(Plan& plan) {
-  is_for_short_ones_ = false;
   const auto is_long = [this](const Request* request) {
     return is_running(*request) && wants_prefill(*request) &&
            !is_short(request->prefill_end - request->num_planned);
@@ -197,6 +206,10 @@ void Scheduler::emit_rows(Plan& plan) {
   step.rows.assign(prefill_rows_.begin(), prefill_rows_.end());
   step.rows.insert(step.rows.end(), decode_rows_.begin(), decode_rows_.end());
   for (const auto& copy : plan.page_copies) step.copied.emplace_back(pool_, PageId{copy[0]});
+  const bool has_long = std::ranges::any_of(prefill_rows_, [this](const StepRow& row) {
+    return !is_short(row.request->prefill_end - row.start);
+  });
+  num_steps_since_long_ = has_long ? 0 : std::min(num_steps_since_long_ + 1, kStreamSteps);
 }
 
 void Scheduler::emit_row(const StepRow& row, Plan& plan) {

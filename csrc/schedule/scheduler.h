@@ -101,6 +101,8 @@ struct HoldTimes {
 class Scheduler {
  public:
   static constexpr std::int32_t kMaxStepsInFlight = 2;
+  // While memory is short: steps without a long prompt after each one with it.
+  static constexpr std::int32_t kStreamSteps = 3;
 
   explicit Scheduler(SchedulerConfig config);
 
@@ -228,6 +230,7 @@ class Scheduler {
 
   // planning.cpp
   void plan_running(Plan& plan);
+  bool is_turn_of_streams() const;
   void plan_long_prefills(Plan& plan);
   void take_what_is_left(Plan& plan);
   std::int32_t quarter_of_step() const;
@@ -262,6 +265,7 @@ class Scheduler {
   bool find_leader(Request& request, std::int32_t cached_full_len);
   std::int32_t num_lacking_pages(const Request& request, PrefixMatch& match) const;
   std::int32_t num_promised_pages() const;
+  std::int32_t num_spare_pages() const;
   // `below`: pages behind the match to be loaded while it runs.
   void admit(Request& request, PrefixMatch match, std::span<const PageHash> below, Plan& plan);
   void insert_running(Request& request);
@@ -399,6 +403,7 @@ class Scheduler {
   std::int64_t next_step_id_ = 0;
   std::int64_t next_sequence_ = 0;
   std::int32_t decode_cursor_ = 0;
+  std::int32_t num_steps_since_long_ = kStreamSteps;  // at most that many are counted
 
   // Scratch of one call, kept for its capacity.
   std::vector<Request*> order_;

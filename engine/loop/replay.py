@@ -50,6 +50,7 @@ CONFIG_FIELDS = (
     "model_fingerprint",
     "ageing_ms",
     "suffix_us_per_token",
+    "spare_percent",
     "eviction",
     "attention_len",
     "lease_percent",

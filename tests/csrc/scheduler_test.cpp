@@ -60,6 +60,28 @@ TEST(Scheduler, MayBeDestroyedWithStepsInFlight) {
   EXPECT_EQ(scheduler.num_steps_in_flight(), 2);
 }
 
+// Nineteen of 24 pages are for the long prompt: streams have three steps to each one of its.
+TEST(Scheduler, WhileMemoryIsShortALongPromptRunsInEveryFourthStep) {
+  Scheduler scheduler(small_config());
+  Plan plan;
+  const auto step = [&] {
+    scheduler.next_plan(0, plan);
+    const Results results(plan);
+    scheduler.advance(std::vector<InputEvent>{results.view()});
+    EXPECT_EQ(scheduler.find_broken_invariant(), "");
+    return plan.row_lens;
+  };
+  submit(scheduler, spec(1, {1}, 16));
+  step();
+  submit(scheduler, spec(2, std::vector<TokenId>(76, 2), 1));
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(step(), (std::vector<std::int32_t>{11, 1}));
+    for (int k = 0; k < Scheduler::kStreamSteps; ++k) {
+      EXPECT_EQ(step(), std::vector<std::int32_t>{1});
+    }
+  }
+}
+
 TEST(Scheduler, TwoSchedulersOnOneInputAgreeBitForBit) {
   Scheduler first(small_config()), second(small_config());
   std::mt19937 random(3);

@@ -36,6 +36,7 @@ def spec(**options: object) -> cpp.RequestSpec:
         ("token_budget", 0),
         ("ageing_ms", 0),
         ("suffix_us_per_token", -1),
+        ("spare_percent", 101),
         ("num_l2_pages", -1),
         ("num_l3_pages", 0),
         ("l3_wait_ms", 10**8),

@@ -64,6 +64,7 @@ class RandomRun:
                 attention_len=rng.choice([8, 1000]),
                 lease_percent=rng.choice([0, 50, 100]),
                 tenant_lease_percent=rng.choice([25, 100]),
+                spare_percent=rng.choice([0, 25, 100]),
             ),
             ToyModel(self.vocab, stop_one_in=rng.choice([0, 0, 10])),
             overlap=rng.random() < 0.5,

@@ -246,10 +246,11 @@ def run_at_random(seed: int, *, overlap_loads: bool = False) -> Harness:
         num_l2_pages=rng.choice([1, 5, 20, 100]),
         use_l3=rng.random() < 0.6,
         overlap_loads=overlap_loads,
+        spare_percent=rng.choice([0, 25, 100]),
     )
     harness = Harness(config, ToyModel(vocab, rng.choice([0, 10])), overlap=rng.random() < 0.5)
     mover = harness.mover = TierMover(config, harness.device, rng)
-    mover.loss = rng.choice([0.0, 0.0, 0.1])
+    mover.loss = rng.choice([0.0, 0.1, 0.3])
     history: list[list[int]] = []
     for _ in range(250):
         harness.now_ms += rng.choice([0, 1, 5])
