@@ -112,7 +112,7 @@ class HostStep:
             self._sizes = piece_sizes(MOST_TOKENS)
             self._model.prepare_pieces(self._sizes[-1])
         layout = self._model.kv_layout(PAGE, "fp8" if kv == "fp8" else "bfloat16")
-        self._pool = torch.empty(
+        self.pool = torch.empty(
             layout.pool_shape(NUM_PAGES),
             dtype=torch.uint8 if kv == "fp8" else torch.bfloat16,
             device=META,
@@ -124,9 +124,9 @@ class HostStep:
         sampled = torch.empty(num_rows, dtype=torch.int32, device=META)
         if self._pieces:
             size = next(size for size in self._sizes if size >= ids.shape[0])
-            self._model.forward_in_pieces(ids, rows, self._pool, sampled, size, self._replay)
+            self._model.forward_in_pieces(ids, rows, self.pool, sampled, size, self._replay)
         else:
-            self._model.forward(ids, rows, self._pool, sampled)
+            self._model.forward(ids, rows, self.pool, sampled)
 
     def _replay(self, number: int, piece: Callable[[], None]) -> None:
         """A captured piece: one launch, whatever is in it."""

@@ -52,6 +52,8 @@ COLD = "-m benchmarks.gpu.steps --only cold"
 LAUNCHES = "--no-prefill-graphs"
 SUMS = "moe_w4=triton_combined"
 SHORT_TESTS = "tests/engine/test_gpu_short_prefill.py"
+FOLD_TESTS = "tests/engine/test_gpu_folding.py tests/engine/test_gpu_speculation.py"
+TINY_DRAFTS = "-m benchmarks.gpu.draft_steps --shape tiny --weights bf16 --steps 3"
 EXPANDED = "mla_prefill_form=expanded"
 # Where a prefill's cost to streams shows: turns that come apart, over HTTP.
 # Pinning L2 takes a machine whose memory grows as it is used most of a start.
@@ -160,11 +162,25 @@ PARTS = (
         dry="-m benchmarks.gpu.layered --dry --rounds 2",
     ),
     Part(
+        name="fold_tests",
+        half="folds",
+        limit_s=200,
+        command=f"-m pytest {TESTS} {FOLD_TESTS}",
+        dry=f"-m pytest {TESTS} {FOLD_TESTS}",
+    ),
+    Part(
         name="steps_drafts",
-        half="third",
-        limit_s=80,
-        command=f"{STEPS} --drafts 4",
-        dry=f"{TINY_STEPS} --only decode --drafts 2",
+        half="folds",
+        limit_s=110,
+        command="-m benchmarks.gpu.draft_steps --kv-dtype bf16",
+        dry=TINY_DRAFTS,
+    ),
+    Part(
+        name="steps_drafts_fp8",
+        half="folds",
+        limit_s=110,
+        command="-m benchmarks.gpu.draft_steps --kv-dtype fp8",
+        dry=TINY_DRAFTS,
     ),
     Part(
         name="kernels",

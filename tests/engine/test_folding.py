@@ -171,8 +171,10 @@ def test_no_step_is_folded_to_what_was_not_captured(seed: int) -> None:
         assert (rows.folded is None) == (q_len == 1)
         met.add(q_len)
     assert len(met) > 1
-    inputs.folds = False
+    inputs.only = frozenset()
     assert inputs.fill(_batch([(0, 50, 8)]), 8, ring) == 1
+    inputs.only = frozenset({8})
+    assert inputs.fill(_batch([(0, 50, 8)]), 8, ring) == 8
 
 
 def test_on_the_host_rows_are_folded_without_padding() -> None:

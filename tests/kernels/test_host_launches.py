@@ -109,3 +109,24 @@ def test_a_short_prefill_launches_less_and_expands_nothing() -> None:
     assert _launches("--pieces", "--new", "128") == {**short, "mla_absorb_kernel": 2}
     for beyond in (("--new", "129"), ("--new", "128", "--past", "4095")):
         assert _launches("--pieces", *beyond)["mla_prefill_hopper_kernel"] == 1
+
+
+@pytest.mark.parametrize(("kv", "cases"), [("bf16", "8x1 8x4 8x8"), ("fp8", "8x1 8x2")])
+def test_folded_rows_launch_what_rows_of_one_token_launch(kv: str, cases: str) -> None:
+    """No gather in front and none behind; and the start compiles few kernels more."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.folded_launches", kv, *cases.split()],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+
+    def families(layer: dict[str, float]) -> dict[str, float]:
+        return {name.split("_fp8")[0]: num for name, num in layer.items()}
+
+    one_token, *folded = (families(layer) for layer in found["layers"].values())
+    assert one_token["mla_absorb_kernel"] == one_token["mla_merge_values_kernel"] == 1
+    assert folded == [one_token] * len(folded)
+    assert sum(found["added_forms"].values()) <= 10, found["added_forms"]
