@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from kernels.ops.page_copy import move_pages
 from kvtiers.batch_copy import BatchCopy, driver_batch_copy
-from kvtiers.lanes import CudaLane, Lane, Wait, finished
+from kvtiers.lanes import CudaLane, Lane, finished
 from kvtiers.layer_copies import LayerCopies
-from kvtiers.layered_load import LayeredLoad
+from kvtiers.layered_load import LayeredLoad, Wait
 from kvtiers.page_pieces import Body, Incoming
 
 __all__ = ["Bodies", "Body", "DeviceMemory", "Incoming", "Wait", "device_memory"]
@@ -32,11 +32,6 @@ class DeviceMemory(Protocol):
     """Pages of L1. One thread."""
 
     kind: str  # cpu | cuda
-
-    @property
-    def layers_by(self) -> str:
-        """What copies pages by layers, for logs and benchmarks."""
-        ...
 
     def read(self, pages: Sequence[int], into: Bodies) -> None:
         """Copy pages out; returns when all bytes are there."""
@@ -83,7 +78,6 @@ class HostMemory:
     """L1 in the memory of this process."""
 
     kind = "cpu"
-    layers_by = "memcpy"
 
     def __init__(self, pages: torch.Tensor) -> None:
         self._pages = pages.numpy()
@@ -129,10 +123,6 @@ class CopiedMemory:
         self._lane = lane
         self.by_layers = LayerCopies(pages, lane, batch)
 
-    @property
-    def layers_by(self) -> str:
-        return self.by_layers.name
-
     def read(self, pages: Sequence[int], into: Bodies) -> None:
         """Asynchronous copies, then one wait."""
         with finished(self._lane):
@@ -165,7 +155,6 @@ class GatheredMemory:
     """
 
     kind = "cuda"
-    layers_by = "kernel"
 
     def __init__(self, pages: torch.Tensor, slots: NDArray[np.uint8], lane: Lane) -> None:
         self._pages = pages

@@ -6,15 +6,13 @@ Does not know: what is copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 
-from kvtiers.layered_load import Fence
-
-Wait = Callable[[], None]
+from kvtiers.layered_load import Fence, Wait
 
 
 class Lane(Protocol):

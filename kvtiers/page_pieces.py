@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtiers.lanes import Wait
+from kvtiers.layered_load import Wait
 
 Body = NDArray[np.uint8]  # [page_bytes], contiguous
 Indices = NDArray[np.int64]

@@ -143,7 +143,8 @@ class LoadBench:
         _, ends, group_s, calls_s = min(found)
         group_ms = [round(seconds * 1e3, 2) for seconds in group_s]
         line = self._line("layers", [one[0] for one in found])
-        line |= {"copies": memory.layers_by, "first_group_ms": group_ms[0]}
+        by = memory.by_layers.name if isinstance(memory, CopiedMemory) else memory.kind
+        line |= {"copies": by, "first_group_ms": group_ms[0]}
         line |= {"layers": ends, "group_ms": group_ms}
         return line | ({"calls_ms": round(calls_s * 1e3, 2)} if timed is not None else {})
 

@@ -30,7 +30,8 @@ class Step:
 class StepResult:
     """What came of a step. `error` says why nothing did.
 
-    `span`: when the executor began to launch it, had launched it, and had its result; monotonic ns.
+    `span`: when the executor began to launch it, had launched it, and had its result; monotonic ns;
+    zeros unless it was told to stamp steps.
     """
 
     step_id: int

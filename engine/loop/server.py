@@ -164,7 +164,7 @@ class EngineServer:
         )
         self._leases = leases
         self._tiers = tiers
-        self._executor = Executor(runner, wake.set)
+        self._executor = Executor(runner, wake.set, stamps_steps=self._steps is not None)
         self._heart = Heart(keeper.heartbeat_fd, self._executor.work_ns)
         self._loop = EngineLoop(
             desk=self._desk,

@@ -12,7 +12,9 @@ import pytest
 from engine.client import EngineClient
 from engine.config import TiersConfig
 from engine.errors import ConfigError
+from engine.execution.steps import StepResult
 from engine.loop.log_file import LogFile
+from engine.loop.server import EngineServer
 from tests.engine.test_tiers import SCRIPT, VOCAB, prompt_of
 from tests.fakes.live_engine import LiveEngine, make_request, run, serve
 from tests.fakes.scripted_runner import ScriptedRunner
@@ -90,3 +92,32 @@ def test_what_no_longer_fits_is_said_once(caplog: pytest.LogCaptureFixture) -> N
         (said,) = (record.getMessage() for record in caplog.records)
         assert said.startswith("engine.of_this_test ends: /dev/full: ")
         caplog.clear()
+
+
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_steps_are_stamped_for_whoever_asks_alone(tmp_path: Path, is_traced: bool) -> None:
+    spans: list[tuple[int, int, int]] = []
+
+    def watch(server: EngineServer) -> None:
+        take = server._executor.take
+
+        def watched() -> StepResult | None:
+            result = take()
+            if result is not None:
+                spans.append(result.span)
+            return result
+
+        server._executor.take = watched  # type: ignore[method-assign]
+
+    engine = traced(tmp_path, str(tmp_path / "steps.jsonl") if is_traced else "")
+    engine._prepare = watch
+
+    async def work(client: EngineClient) -> None:
+        await run(client, make_request("a", prompt_of(1, 50), 3))
+
+    serve(engine, work)
+    assert len(spans) >= 4
+    if is_traced:
+        assert all(0 < begun <= launched <= done for begun, launched, done in spans)
+    else:
+        assert set(spans) == {(0, 0, 0)}

@@ -137,7 +137,7 @@ def test_a_stream_reads_each_layer_behind_the_copies_that_bring_it() -> None:
     assert all(tiers.acks().values())
     assert torch.equal(seen.view(NUM_PAGES, -1).view(torch.uint8), tiers.before)
     assert torch.equal(tiers.bytes, tiers.before)
-    assert tiers.memory.layers_by.startswith("cuMemcpyBatchAsync") == has_batches()
+    assert tiers.memory.by_layers.name.startswith("cuMemcpyBatchAsync") == has_batches()
     tiers.engine.close()
 
 

@@ -146,7 +146,7 @@ def test_a_driver_without_batches_is_asked_once(
     batch = MemmoveBatch(code, code)
     memory, pages, bodies = load_all(batch, loads=2)
     assert np.array_equal(pages.numpy(), bodies)
-    assert len(batch.calls) == 1 and memory.layers_by == "torch"
+    assert len(batch.calls) == 1 and memory.by_layers.name == "torch"
     assert caplog.text.count("one by one") == 1
 
 
