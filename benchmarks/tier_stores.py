@@ -5,8 +5,9 @@
 
 Both stores are used as an engine uses them, with breaker and deadlines around, and every byte read
 is verified. Figures are the median of rounds over the same 256 MiB of keys that are new in each
-round; `first_put` is a round that touches memory or disk for the first time. Mooncake runs as
-children of this process, by shared memory.
+round; `first_put` is a round that touches memory or disk for the first time. `put_full` is into a
+store at its quota, where each page puts out another. Mooncake runs as children of this process, by
+shared memory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ NUM_PAGES = 256
 BATCH = 32
 ROUNDS = 7
 LAYOUT = "5a" * 16
-BAR_GB_S = {("mooncake", "put"): 1.5, ("mooncake", "get"): 1.5, ("file", "get"): 1.5}
+FULL_ROUNDS = 5
+BAR_GB_S = {
+    ("mooncake", "put"): 1.5,
+    ("mooncake", "put_full"): 1.5,
+    ("mooncake", "get"): 1.5,
+    ("file", "get"): 1.5,
+}
 
 
 class Pages:
@@ -77,6 +84,22 @@ def measure(store: Store, pages: Pages) -> dict[str, list[float]]:
         if not (all(kept) and all(found) and pages.are_read()):
             raise SystemExit(f"round {round_}: not all pages came back: {store.status()}")
         store.remove(pages.keys)
+    return rates | {"put_full": measure_full(store, pages)}
+
+
+def measure_full(store: Store, pages: Pages) -> list[float]:
+    """GB/s of puts that make others go; the first rounds fill the store, and are left out."""
+    rates: list[float] = []
+    while len(rates) <= FULL_ROUNDS:
+        pages.rename(ROUNDS + store.status().counters["puts"])
+        before = store.status().counters["evicted"]
+        start_s = time.perf_counter()
+        kept = [all(store.put(keys, blobs)) for keys, blobs in pages.batches(to_read=False)]
+        took_s = time.perf_counter() - start_s
+        if not all(kept):
+            raise SystemExit(f"not all pages were taken: {store.status()}")
+        if store.status().counters["evicted"] - before >= NUM_PAGES - BATCH:
+            rates.append(NUM_PAGES * PAGE_BYTES / took_s / 1e9)
     return rates
 
 

@@ -38,6 +38,7 @@ MEMORY_SHARE = 0.8
 DISK_SHARE = 0.7
 GOAL_SHARE = 0.95  # of the limit: how far down one round of evictions goes
 LOOK_AGAIN_S = 1.0
+ASK_AGAIN_S = 10.0  # a master that did not say how full it is
 SWEEP_AGAIN_S = 1.0
 SWEEP_S = 2.0
 
@@ -58,6 +59,7 @@ class MooncakePages:
         self._other_objects = 0
         self._put_since = 0
         self._look_again_s = -1e9
+        self._is_said = False  # that the master does not say how full it is
         self._is_doubtful = False
         self._sweep_again_s = -1e9
         self._strangers: set[str] = set()
@@ -70,6 +72,7 @@ class MooncakePages:
         self._endpoints = endpoints
         self._look_again_s = self._sweep_again_s = -1e9
         self._is_doubtful = False
+        self._look_now()
 
     # What is there
 
@@ -131,11 +134,6 @@ class MooncakePages:
             for page in held:
                 page.used_ms = now_ms
 
-    def look(self) -> None:
-        """Ask the master how full it is, now and then; on the thread of a call."""
-        if self._endpoints.metrics and self._now_s() >= self._look_again_s:
-            self._look_now()
-
     # Under `writing`
 
     def add(self, keys: Sequence[str], follows: Sequence[bytes], sizes: Sequence[int]) -> None:
@@ -196,26 +194,28 @@ class MooncakePages:
     def _look_if_tight(self, needed: int) -> None:
         """Others put as well: the nearer the limit, the more often it is looked how near it is."""
         headroom = self.limit_bytes - self.used_bytes
-        if self._usage is not None and 4 * (self._put_since + needed) > headroom:
+        is_tight = self._usage is not None and 4 * (self._put_since + needed) > headroom
+        if is_tight or self._now_s() >= self._look_again_s:
             self._look_now()
-        else:
-            self.look()
 
     def _look_now(self) -> None:
-        if not self._endpoints.metrics or (
-            self._usage is None and self._now_s() < self._look_again_s
-        ):
+        told, is_silent = self._endpoints, self._usage is None
+        if not told.metrics or (is_silent and self._now_s() < self._look_again_s):
+            return
+        try:
+            usage = read_usage(told.metrics)
+        except OSError as error:
+            self._look_again_s = self._now_s() + ASK_AGAIN_S
+            if not self._is_said:
+                logger.warning("mooncake: this engine orders its own pages alone: %s", error)
+            self._is_said = True
+            with self._indexing:
+                self._usage = None
+                self._other_bytes = self._other_objects = 0
             return
         self._look_again_s = self._now_s() + LOOK_AGAIN_S
-        try:
-            usage = read_usage(self._endpoints.metrics)
-        except OSError as error:
-            if self._usage is not None:
-                logger.warning("mooncake: this engine orders its own pages alone: %s", error)
-            self._usage = None
-            self._other_bytes = self._other_objects = 0
-            return
-        used = usage.disk_bytes if self._endpoints.has_disk else usage.memory_bytes
+        self._is_said = False
+        used = usage.disk_bytes if told.has_disk else usage.memory_bytes
         with self._indexing:
             self._usage = usage
             self._put_since = 0

@@ -106,7 +106,6 @@ class MooncakeStore:
         unique = list(dict.fromkeys(keys))
         if client is None or not unique:
             return 0
-        self._pages.look()
         answers = self._ask(lambda: client.exist(unique, self._limits.call_s))
         present = {key for key, answer in zip(unique, answers, strict=False) if answer == 1}
         self._pages.note_missing(
