@@ -135,3 +135,25 @@ def test_bounds_are_named_to_the_last_digit_and_are_allowed() -> None:
         num_checked += 1
     assert num_checked >= 18
     assert _problem_of("tiers.l2_bytes", 10**19) == "-1 to 17592186044416"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "allowed"),
+    [
+        ({"mooncake_master": "10.0.0.5"}, "mooncake_master", "host:port"),
+        ({"mooncake_master": "m:1", "mooncake_metrics": ":9003"}, "mooncake_metrics", "host:port"),
+        (
+            {"mooncake_metrics": "10.0.0.5:9003"},
+            "mooncake_metrics",
+            "empty where engine.tiers.mooncake_master is",
+        ),
+        ({"mooncake_master": "m:1", "mooncake_metrics": "m:2"}, "", ""),
+    ],
+)
+def test_addresses_of_mooncake_are_checked(
+    fields: dict[str, str], field: str, allowed: str
+) -> None:
+    tiers = TiersConfig(**fields)  # type: ignore[arg-type]  # a test's own keywords
+    problems = EngineConfig(tiers=tiers).problems()
+    found = [(problem.field, problem.allowed) for problem in problems]
+    assert found == ([(f"engine.tiers.{field}", allowed)] if field else [])

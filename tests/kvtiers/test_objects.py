@@ -17,7 +17,10 @@ from kvtiers.objects import (
     is_sealed_for,
     key_hash,
     object_bytes,
+    read_stamp,
     seal,
+    stamp,
+    unstamp,
     verify,
 )
 
@@ -81,6 +84,34 @@ def test_a_header_alone_can_be_asked_without_reading_the_page() -> None:
 def test_views_of_other_element_types_are_taken_as_bytes() -> None:
     blob = _sealed(bytes(1024))
     assert verify(memoryview(blob).cast("I"), _KEY, _LAYOUT)
+
+
+def test_a_stamp_says_what_it_was_given_and_leaves_no_trace() -> None:
+    blob, before = _sealed(), _sealed()
+    unstamp(memoryview(blob))
+    assert blob == before
+    stamp(memoryview(blob), key_hash("the page before"), 1_764_000_000_123)
+    assert verify(memoryview(blob), _KEY, _LAYOUT), "still the same page"
+    assert bytes(blob[56:72]) == key_hash("the page before")
+    assert struct.unpack_from("<Q", blob, 72) == (1_764_000_000_123,)
+    said = read_stamp(memoryview(blob)[:HEADER_BYTES])
+    assert said is not None
+    assert (said.key_hash, said.parent_hash) == (key_hash(_KEY), key_hash("the page before"))
+    assert (said.put_ms, said.num_bytes) == (1_764_000_000_123, len(blob))
+    unstamp(memoryview(blob))
+    assert blob == before
+
+
+def test_a_stamp_under_a_damaged_header_says_nothing() -> None:
+    blob = _sealed()
+    stamp(memoryview(blob), key_hash("before"), 5)
+    for bit in range(8 * HEADER_BYTES):
+        blob[bit // 8] ^= 1 << bit % 8
+        assert read_stamp(memoryview(blob)[:HEADER_BYTES]) is None
+        blob[bit // 8] ^= 1 << bit % 8
+    assert read_stamp(memoryview(bytes(HEADER_BYTES))) is None
+    assert read_stamp(memoryview(blob)[:255]) is None
+    assert read_stamp(memoryview(blob)) is not None
 
 
 def test_what_can_hold_no_page_is_refused() -> None:
