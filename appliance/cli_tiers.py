@@ -39,11 +39,13 @@ def tiers_status(settings: Settings, as_json: bool) -> None:
             f"{row['capacity_bytes'] / MIB:.1f}",
             row["num_pages"],
             _traffic(row["counters"]),
+            _gone(row["counters"]),
             row["reason"] or "-",
         ]
         for row in reply["data"]
     ]
-    print_table(["tier", "kind", "state", "MiB", "of", "pages", "came in (lost)", "reason"], rows)
+    columns = ["tier", "kind", "state", "MiB", "of", "pages", "came in (lost)", "made room"]
+    print_table([*columns, "reason"], rows)
 
 
 @tiers.command("drain")
@@ -87,3 +89,11 @@ def _traffic(counters: dict[str, Any]) -> str:
             text = f"{kind} {int(counters[f'{kind}_pages'])}"
             shown.append(f"{text} ({lost})" if lost else text)
     return ", ".join(shown) or "-"
+
+
+def _gone(counters: dict[str, Any]) -> str:
+    """Pages that made room for others, and those dropped as the page before them was gone."""
+    evicted = [counters[name] for name in ("evicted_pages", "evicted") if name in counters]
+    text = f"{int(sum(evicted))}" if evicted else "-"
+    num_orphaned = int(counters.get("orphaned", 0))
+    return f"{text}, orphaned {num_orphaned}" if num_orphaned else text

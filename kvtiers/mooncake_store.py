@@ -22,9 +22,9 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvtiers.deadlines import CallNotDoneError
 from kvtiers.mooncake_client import NO_SPACE, MooncakeClient
-from kvtiers.mooncake_endpoints import MooncakeEndpoints, read_endpoints, read_usage
+from kvtiers.mooncake_connection import MooncakeConnection
+from kvtiers.mooncake_endpoints import read_usage
 from kvtiers.mooncake_heads import NOT_READ, OTHER_LENGTH, GuardedCalls
 from kvtiers.mooncake_pages import MooncakePages
 from kvtiers.objects import is_sealed_for, key_hash, unstamp, verify
@@ -38,13 +38,6 @@ from kvtiers.store import (
 )
 
 NOT_FOUND = -704
-# Answers of a library that works: no space, and an object that is not ready, not there, there
-# already, in use, or whose lease ran out under a read. Anything else is a failure.
-WORKING_CODES = frozenset((NO_SPACE, -703, NOT_FOUND, -705, -706, -707))
-RETRY_S = 1.0
-# The library finds its owner again in 2 to 5 s, but not always: where an owner did not hear of this
-# client for a while it may keep its old memory, and refuse the same memory for ever after.
-RENEW_S = 6.0
 FLUSH_POLL_S = 0.2
 
 T = TypeVar("T")
@@ -84,29 +77,28 @@ class MooncakeStore:
         *,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._path = endpoints
         self._layout = layout_fingerprint
         self._object_bytes = object_bytes
         self._limits = limits or MooncakeLimits()
-        self._now_s = now_s
-        self._connecting = threading.Lock()
         self._counting = threading.Lock()
-        self._counters = new_counters("connects")
+        self._counters = new_counters()
         self._pages = MooncakePages(now_s)
-        self._client: MooncakeClient | None = None
-        self._endpoints = MooncakeEndpoints(owner="")
-        self._is_closed = False
-        self._retry_at_s = -1e9
-        self._failing_since_s: float | None = None
-        self._reason = ""
-        self._connect()
+        self._connection = MooncakeConnection(
+            endpoints,
+            object_bytes,
+            self._limits.ring_bytes,
+            now_s=now_s,
+            when_made=self._pages.connect,
+            when_left=self._pages.forget_all,
+        )
+        self._connection.get()
 
     def probe(self, keys: Sequence[str]) -> int:
-        client = self._connect()
+        client = self._connection.get()
         unique = list(dict.fromkeys(keys))
         if client is None or not unique:
             return 0
-        answers = self._ask(lambda: client.exist(unique, self._limits.call_s))
+        answers = self._connection.ask(lambda: client.exist(unique, self._limits.call_s))
         present = {key for key, answer in zip(unique, answers, strict=False) if answer == 1}
         self._pages.note_missing(
             key for key, answer in zip(unique, answers, strict=False) if answer == 0
@@ -119,7 +111,7 @@ class MooncakeStore:
         check_batch(keys, blobs, writable=False)
         follows = dict(zip(keys, resolve_parents(keys, parents), strict=True))
         views = {key: blob.cast("B") for key, blob in zip(keys, blobs, strict=True)}
-        client = self._connect()
+        client = self._connection.get()
         kept: set[str] = set()
         refused = {key for key in views if not self._is_storable(key, views[key])}
         if client is not None:
@@ -138,7 +130,7 @@ class MooncakeStore:
     def get(self, keys: Sequence[str], into: Sequence[memoryview]) -> list[bool]:
         check_batch(keys, into, writable=True)
         hits = [False] * len(keys)
-        client = self._connect()
+        client = self._connection.get()
         if client is not None:
             self._pages.touch(keys)
             views = [buffer.cast("B") for buffer in into]
@@ -149,22 +141,23 @@ class MooncakeStore:
         return hits
 
     def remove(self, keys: Sequence[str]) -> int:
-        client = self._connect()
+        client = self._connection.get()
         unique = list(dict.fromkeys(keys))
         if client is None or not unique:
             return 0
-        answers = self._ask(lambda: client.remove(unique, self._limits.call_s))
+        answers = self._connection.ask(lambda: client.remove(unique, self._limits.call_s))
         self._pages.forget(unique)
         return sum(answer == 0 for answer in answers)
 
     def flush(self, timeout_s: float) -> bool:
         """Puts are in Mooncake's memory when they return; a disk tier copies them in a second."""
-        if self._connect() is None:
+        if self._connection.get() is None:
             return False
+        endpoints = self._connection.endpoints
         until_s = time.monotonic() + timeout_s
-        while self._endpoints.has_disk:
+        while endpoints.has_disk:
             try:
-                usage = read_usage(self._endpoints.metrics)
+                usage = read_usage(endpoints.metrics)
                 if usage.num_on_disk >= usage.num_objects:
                     return True
             except OSError:
@@ -178,98 +171,29 @@ class MooncakeStore:
         """Objects and bytes: what the master counted last, and what was put since and is not
         known to be gone; where the master cannot be asked, the second alone. The capacity is what
         pages may take before some are evicted."""
-        client = self._client
-        state = StoreState.DEGRADED if self._reason else StoreState.UP
+        connection, pages = self._connection, self._pages
+        client = connection.client
+        state = StoreState.DEGRADED if connection.reason else StoreState.UP
         if client is None or client.num_stuck:
             state = StoreState.DOWN
         return StoreStatus(
             kind=self.kind,
             state=state,
-            reason=self._reason,
-            used_bytes=self._pages.used_bytes,
-            capacity_bytes=self._pages.limit_bytes,
-            num_objects=self._pages.num_objects,
+            reason=connection.reason,
+            used_bytes=pages.used_bytes,
+            capacity_bytes=pages.limit_bytes,
+            num_objects=pages.num_objects,
             counters={
                 **self._counters,
-                "evicted": self._pages.num_evicted,
-                "orphaned": self._pages.num_orphaned,
+                "failures": connection.num_failures,
+                "connects": connection.num_made,
+                "evicted": pages.num_evicted,
+                "orphaned": pages.num_orphaned,
             },
         )
 
     def close(self) -> None:
-        self._is_closed = True
-        with self._connecting:
-            self._drop_client("closed")
-
-    # Connection
-
-    def _connect(self) -> MooncakeClient | None:
-        """The client, made anew where there is none; None where it cannot be made now."""
-        client = self._client
-        if client is not None:
-            return client
-        with self._connecting:
-            if self._client is None and not self._is_closed and self._now_s() >= self._retry_at_s:
-                try:
-                    self._endpoints = read_endpoints(self._path)
-                    num_slots = max(2, self._limits.ring_bytes // self._object_bytes)
-                    self._client = MooncakeClient(
-                        self._endpoints.owner, self._object_bytes, num_slots
-                    )
-                    self._reason = ""
-                    self._pages.connect(self._endpoints)
-                    self._count(connects=1)
-                except OSError as error:
-                    self._retry_at_s = self._now_s() + RETRY_S
-                    self._reason = str(error)
-            return self._client
-
-    def _leave_dead_connection(self) -> None:
-        """After a failure: an owner that was started again needs a new connection, and so does a
-        library that does not find its owner again by itself."""
-        now_s = self._now_s()
-        with self._connecting:
-            if self._failing_since_s is None:
-                self._failing_since_s = now_s
-            try:
-                is_new = read_endpoints(self._path) != self._endpoints
-            except OSError:
-                return
-            is_lost = now_s - self._failing_since_s >= RENEW_S
-            if self._client is not None and (is_new or is_lost):
-                self._failing_since_s = None
-                self._drop_client(
-                    "the owner was started again" if is_new else "the connection is made anew"
-                )
-
-    def _drop_client(self, reason: str) -> None:
-        client, self._client = self._client, None
-        self._reason = reason
-        self._pages.forget_all()
-        if client is not None:
-            client.close()
-
-    def _ask(self, call: Callable[[], list[int]], *allowed: int) -> list[int]:
-        """The codes a call answers, none where it does not; failures are counted."""
-        try:
-            codes = call()
-        except CallNotDoneError as error:
-            problem, codes = str(error), []
-        else:
-            fine = WORKING_CODES.union(allowed)
-            wrong = [code for code in codes if code < 0 and code not in fine]
-            problem = f"the library answered {wrong[0]}" if wrong else ""
-            if not codes:
-                problem = "the library answered nothing"
-        if self._is_closed:
-            return codes
-        self._reason = problem
-        if problem:
-            self._count(failures=1)
-            self._leave_dead_connection()
-        else:
-            self._failing_since_s = None
-        return codes
+        self._connection.close()
 
     # Moving pages
 
@@ -283,7 +207,7 @@ class MooncakeStore:
         in_order = [key for key in follows if key in stored]
         lost = stored.difference(_without_followers(in_order, follows, refused))
         if lost:
-            self._ask(lambda: client.remove(list(lost), self._limits.call_s))
+            self._connection.ask(lambda: client.remove(list(lost), self._limits.call_s))
             self._pages.forget(lost)
         return lost
 
@@ -298,7 +222,7 @@ class MooncakeStore:
         keys = [key for key in views if key not in refused]
         parents = [_hash_or_none(follows[key]) for key in keys]
         sizes = [len(views[key]) for key in keys]
-        calls = GuardedCalls(self._ask, client, self._limits.call_s)
+        calls = GuardedCalls(self._connection.ask, client, self._limits.call_s)
         return set(keys) - self._pages.make_room(calls, keys, parents, sizes)
 
     def _put_chunk(
@@ -313,7 +237,7 @@ class MooncakeStore:
             blobs = [views[key] for key in keys]
             parents = [_hash_or_none(follows[key]) for key in keys]
             timeout_s = self._limits.of(sum(map(len, blobs)))
-            codes = self._ask(partial(client.put, keys, blobs, parents, timeout_s))
+            codes = self._connection.ask(partial(client.put, keys, blobs, parents, timeout_s))
             if not codes:
                 break
             if NO_SPACE in codes:
@@ -360,7 +284,9 @@ class MooncakeStore:
         self, client: MooncakeClient, keys: list[str], into: Sequence[memoryview], timeout_s: float
     ) -> list[int]:
         # An object longer than its buffer is a miss; a put that answers so has lost its memory.
-        return self._ask(partial(client.get, keys, into, timeout_s), OTHER_LENGTH, NOT_READ)
+        return self._connection.ask(
+            partial(client.get, keys, into, timeout_s), OTHER_LENGTH, NOT_READ
+        )
 
     def _is_right(self, client: MooncakeClient, key: str, buffer: memoryview, length: int) -> bool:
         if length == len(buffer) and verify(buffer, key, self._layout):
@@ -371,7 +297,7 @@ class MooncakeStore:
         elif length in (len(buffer), NOT_READ):
             self._count(bad_reads=1)
             # It would stay what it is for ever: a put of a key that is there changes nothing.
-            self._ask(lambda: client.remove([key], self._limits.call_s))
+            self._connection.ask(lambda: client.remove([key], self._limits.call_s))
             self._pages.forget([key])
         return False
 

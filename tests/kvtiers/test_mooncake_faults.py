@@ -16,8 +16,9 @@ import pytest
 
 from appliance.children import MooncakeSettings
 from kvtiers.breaker import BreakerLimits, BreakerState, BreakerStore
+from kvtiers.mooncake_connection import RENEW_S
 from kvtiers.mooncake_library import check_answers
-from kvtiers.mooncake_store import RENEW_S, MooncakeLimits, MooncakeStore
+from kvtiers.mooncake_store import MooncakeLimits, MooncakeStore
 from kvtiers.objects import HEADER_BYTES, object_bytes, seal
 from kvtiers.store import StoreState
 from tests.fakes import mooncake_writer
@@ -150,7 +151,7 @@ def test_a_connection_that_fails_for_good_is_made_anew(
 ) -> None:
     """As after a master that stood still for seconds: the owner kept the client's old memory, and
     refused the same memory ever after, while the library tried again with it."""
-    monkeypatch.setattr("kvtiers.mooncake_store.MooncakeClient", LostClient)
+    monkeypatch.setattr("kvtiers.mooncake_connection.MooncakeClient", LostClient)
     monkeypatch.setattr(LostClient, "made", [])
     endpoints = tmp_path / "mooncake.json"
     endpoints.write_text('{"owner": "127.0.0.1:1"}')

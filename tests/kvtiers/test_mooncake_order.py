@@ -198,7 +198,7 @@ def test_an_engine_that_cannot_ask_the_master_orders_its_own_pages(
 
 def test_objects_of_other_software_are_left_alone(machine: MooncakeMachine) -> None:
     store = machine.open(SIZE)
-    client = store._client
+    client = store._connection.client
     assert client is not None
     names = [f"theirs/{number}" for number in range(40)]
     for name in names:
@@ -215,7 +215,7 @@ def test_where_others_have_taken_all_pages_are_refused_from_one_on(
     machine: MooncakeMachine,
 ) -> None:
     store = machine.open(SIZE)
-    client = store._client
+    client = store._connection.client
     assert client is not None
     (first,) = chain("first", 1)
     assert store.put([first], pages([first], SIZE)) == [True]
