@@ -283,14 +283,13 @@ class MooncakePages:
             orphans = [] if unread else self._find_orphans()
             if not orphans:
                 break
-        if orphans:
-            with self._indexing:
-                for page in orphans:
-                    self._order.lose(page)
-            self.num_orphaned += self._remove(calls, orphans)
         self._is_doubtful = False
         self._put_by_then, self._put_own = put_by_now, 0
         self._sweep_again_s = self._now_s() + SWEEP_AGAIN_S
+        with self._indexing:
+            for page in orphans:
+                self._order.lose(page)
+        self.num_orphaned += self._remove(calls, orphans)
         return True
 
     def _list(self, calls: PageCalls) -> set[str] | None:
@@ -308,7 +307,7 @@ class MooncakePages:
             answers = calls.exist(some)
             if len(answers) < len(some):
                 return None
-            listed.update(key for key, answer in zip(some, answers, strict=True) if answer == 1)
+            listed.update(key for key, answer in zip(some, answers, strict=True) if answer != 0)
         return listed
 
     def _adopt(self, calls: PageCalls, listed: set[str], until_s: float) -> int | None:

@@ -229,6 +229,41 @@ def test_a_removal_that_is_not_answered_makes_no_room_and_loses_no_page(
     assert engine.pages.num_objects == len(mooncake.objects)
 
 
+def test_what_lost_its_head_goes_sooner_or_later(mooncake: FakeMooncake) -> None:
+    """Though nothing has to make room, and the first attempt is not answered."""
+    engine = Engine(mooncake)
+    keys = chain("s", 20)
+    engine.put(keys)
+    del mooncake.objects[keys[3]]
+    engine.pages.note_missing([keys[3]])
+    mooncake.answers = False
+    engine.put(["ns/a"])
+    assert orphans(mooncake, [keys]) == keys[4:]
+    mooncake.answers = True
+    mooncake.now_s += 2
+    engine.put(["ns/b"])
+    assert orphans(mooncake, [keys]) == []
+    assert engine.pages.num_orphaned == 16
+    assert engine.pages.num_objects == len(mooncake.objects) == 5
+
+
+def test_an_answer_that_says_nothing_is_not_taken_for_a_page_that_is_gone(
+    mooncake: FakeMooncake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(mooncake, MooncakeEndpoints(owner="o", capacity_bytes=100 * SIZE))
+    keys = chain("s", 20)
+    engine.put(keys)
+    engine.pages.note_missing(["ns/never"])
+    del mooncake.objects[keys[10]]
+    engine.pages.note_missing([keys[10]])
+    monkeypatch.setattr(
+        mooncake, "exist", lambda some: [-703 if key == keys[5] else 1 for key in some]
+    )
+    engine.put(["ns/a"])
+    assert engine.pages.num_orphaned == 9
+    assert set(keys[:10]) <= set(mooncake.objects)
+
+
 def test_an_object_that_is_being_written_or_is_not_ours_is_left_alone(
     mooncake: FakeMooncake,
 ) -> None:
