@@ -73,12 +73,11 @@ class CallGrammar:
         """One call, then as many more as the choice wants and the family allows."""
         fmt = self._format
         one = any_of([self._call(tool) for tool in tools])
-        caps = [cap for cap in (choice.max_calls, fmt.max_calls) if cap is not None]
+        most = choice.max_calls if fmt.max_calls is None else min(choice.max_calls, fmt.max_calls)
         parts = [one]
-        if min(caps, default=2) > 1:
+        if most > 1:
             more = sequence([const(fmt.separator), one])
-            most = min(caps) - 1 if caps else None
-            parts.append(repeat(more, max(choice.min_calls, 1) - 1, most))
+            parts.append(repeat(more, max(choice.min_calls, 1) - 1, most - 1))
         if fmt.calls_as_list:
             parts = [const("["), *parts, const("]")]
         return sequence(parts)

@@ -12,7 +12,9 @@ from tools_schema.tool_spec import ToolSet
 Kind = Literal["none", "auto", "required", "named", "allowed"]
 Dialect = Literal["auto", "responses", "chat", "anthropic"]
 
-MAX_CALLS = 64
+# Of one turn. A model that repeats itself would else call until its output has no room left; the
+# most that OpenAI's API takes of tools is 128 too.
+MAX_CALLS = 128
 _MODE_NAMES: tuple[Kind, ...] = ("none", "auto", "required")
 _MODES = '"none", "auto", "required" or an object that names tools'
 
@@ -21,7 +23,7 @@ _MODES = '"none", "auto", "required" or an object that names tools'
 class ToolChoice:
     """`names`: the tools that may be called (all of the set's where the client named none).
 
-    `min_calls` 0: text instead of calls is allowed. `max_calls` None: any number.
+    `min_calls` 0: text instead of calls is allowed. Behind `max_calls` the turn ends.
     `allowed` is `auto` or `required` (by `min_calls`) over a part of the set.
     """
 
@@ -29,7 +31,7 @@ class ToolChoice:
     names: tuple[str, ...] = ()
     parallel: bool = True
     min_calls: int = 0
-    max_calls: int | None = None
+    max_calls: int = MAX_CALLS
 
     @property
     def is_forced(self) -> bool:
@@ -71,12 +73,12 @@ def parse_tool_choice(
     low = max(_count(min_tool_calls, "min_tool_calls", 0), int(forced))
     if kind == "auto" and low:
         kind = "required"
-    high = None if max_tool_calls is None else _count(max_tool_calls, "max_tool_calls", 1)
-    if mode == "named" and high is None:
+    high = MAX_CALLS if max_tool_calls is None else _count(max_tool_calls, "max_tool_calls", 1)
+    if mode == "named" and max_tool_calls is None:
         high = max(low, 1)  # a named tool is called once, where no count is asked for
     if not parallel:
         high = 1
-    if high is not None and high < max(low, 1):
+    if high < max(low, 1):
         raise InvalidToolChoiceError(
             param="min_tool_calls",
             message=f"more than the {high} call(s) of this turn",

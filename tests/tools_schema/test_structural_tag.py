@@ -21,7 +21,7 @@ from tools_schema.formats.registry import FORMATS, get_format
 from tools_schema.rendering import CallText
 from tools_schema.response_format import parse_response_format, parse_structured_outputs
 from tools_schema.structural_tag import GrammarPlan, build_structural_tag
-from tools_schema.tool_choice import parse_tool_choice
+from tools_schema.tool_choice import MAX_CALLS, parse_tool_choice
 from tools_schema.tool_spec import ToolSet, parse_tools
 
 ALL = pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
@@ -88,6 +88,18 @@ def test_none_takes_text_but_no_markup(fmt: ToolFormat) -> None:
     assert accepts(plan, turn_text(fmt, "Hello.", []))
     if not fmt.is_bare:
         assert not accepts_prefix(plan, turn_text(fmt, "x ", [LIST]))
+
+
+@ALL
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_turn_ends_behind_the_most_calls_there_may_be(fmt: ToolFormat, choice: str) -> None:
+    """Nothing but the end of the calls may follow: no further call, and no text."""
+    plan = _plan(fmt, choice)
+    calls = ([TIME, LIST] * MAX_CALLS)[: fmt.max_calls or MAX_CALLS]
+    whole = turn_text(fmt, "", calls)
+    assert accepts(plan, whole)
+    assert not accepts(plan, turn_text(fmt, "", [*calls, TIME]))
+    assert not accepts(plan, whole + "more")
 
 
 @ALL

@@ -73,7 +73,15 @@ def test_not_parallel_means_one_call() -> None:
     assert parse_tool_choice("required", TOOLS, False).max_calls == 1
     anthropic = {"type": "any", "disable_parallel_tool_use": True}
     assert parse_tool_choice(anthropic, TOOLS).max_calls == 1
-    assert parse_tool_choice("auto", TOOLS, True).max_calls is None
+    assert parse_tool_choice("auto", TOOLS, True).max_calls == MAX_CALLS
+
+
+@pytest.mark.parametrize("raw", [None, "auto", "required", {"type": "any"}])
+def test_no_choice_lets_a_turn_call_for_ever(raw: object) -> None:
+    assert parse_tool_choice(raw, TOOLS).max_calls == 128
+    assert parse_tool_choice(raw, TOOLS, None, 128).min_calls == 128
+    with pytest.raises(InvalidToolChoiceError, match="min_tool_calls.*129.*allowed: 0 to 128"):
+        parse_tool_choice(raw, TOOLS, None, 129)
 
 
 def test_a_named_tool_is_called_once_unless_more_are_asked_for() -> None:
