@@ -127,7 +127,7 @@ def main() -> None:
             load_format="dummy",
             device="cuda",
             max_slots=TOKENS_WITH_DRAFTS,
-            token_budget=1024,
+            token_budget=64,
             max_context_len=131072,
             prefill_graphs=False,
             kv_dtype=args.kv_dtype,
@@ -136,7 +136,7 @@ def main() -> None:
         )
         with noted_captures() as captures:
             if is_tiny:
-                runner: Any = tiny_runner(replace(config, max_context_len=1024, token_budget=512))
+                runner: Any = tiny_runner(replace(config, max_context_len=1024))
             else:
                 runner = build_model_runner(config)
         layout = runner.layout
