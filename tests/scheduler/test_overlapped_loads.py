@@ -261,16 +261,24 @@ def test_random_runs_never_read_what_is_not_there_nor_keep_what_was_bad(chunk: i
     assert num_rows > 40 and num_void > 0
 
 
-def _who_runs_next(*, num_in_l2: int, num_good: int) -> list[str]:
+def _who_runs_next(
+    *, num_below: int, num_good: int, tier: str = "l2", overlap_loads: bool = True
+) -> list[str]:
     """Tenants in the order in which their requests were admitted, behind one of `mine` that found
-    so many pages of its prompt in L2, of which so many were good."""
-    harness = make(max_slots=1)
-    if num_in_l2:
-        lower(harness, PROMPT[: 4 * num_in_l2])
+    so many pages of its prompt in a lower tier, of which so many came to L1 well."""
+    harness = make(max_slots=1, use_l3=tier == "l3", overlap_loads=overlap_loads)
+    if num_below:
+        lower(harness, PROMPT[: 4 * num_below])
+        harness.scheduler.move(ids(PROMPT[: 4 * num_below]), tier)
+        settle(harness)
     harness.submit([*PROMPT, 7, 8, 9], 3, tenant="mine")
-    plan = harness.plan()
-    first = int(plan.row_loads[0, 0])
-    mover_of(harness).fates = {first + page: page < num_good for page in range(num_in_l2)}
+    while True:
+        plan = harness.plan()
+        loads = plan.moves[plan.moves[:, 1] == LOAD_BACK, 0].tolist()
+        mover_of(harness).fates |= {ticket: at < num_good for at, ticket in enumerate(loads)}
+        if len(plan.row_slots):
+            break
+        harness.commit()
     small = [
         harness.submit([100 + 10 * number, *range(5)], 1, tenant=tenant)
         for number, tenant in enumerate(["mine", "theirs"] * 8)
@@ -279,12 +287,15 @@ def _who_runs_next(*, num_in_l2: int, num_good: int) -> list[str]:
     return [job.tenant for job in sorted(small, key=lambda j: harness.admitted_at[j.request_id])]
 
 
+@pytest.mark.parametrize("overlap_loads", [True, False])
+@pytest.mark.parametrize("tier", ["l2", "l3"])
 @pytest.mark.parametrize("num_good", range(6))
 def test_pages_that_come_bad_cost_their_tenant_what_it_takes_to_compute_them(
-    num_good: int,
+    num_good: int, tier: str, overlap_loads: bool
 ) -> None:
-    """As much as if they had never been in L2: the others wait no longer for it."""
-    expected = _who_runs_next(num_in_l2=num_good, num_good=num_good)
-    assert _who_runs_next(num_in_l2=5, num_good=num_good) == expected
+    """As much as if they had never been there: the others wait no longer for it."""
+    expected = _who_runs_next(num_below=num_good, num_good=num_good)
+    found = _who_runs_next(num_below=5, num_good=num_good, tier=tier, overlap_loads=overlap_loads)
+    assert found == expected
     if num_good < 4:
-        assert expected != _who_runs_next(num_in_l2=5, num_good=5), "it makes a difference"
+        assert expected != _who_runs_next(num_below=5, num_good=5), "it makes a difference"
