@@ -354,7 +354,7 @@ class Run:
             json.dump(
                 {"setting": vars(self.setting), "asked": self.asked, "lives": lives},
                 file,
-                default=sorted,
+                default=lambda value: sorted(value) if isinstance(value, set) else repr(value),
             )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -21,5 +22,7 @@ def test_runs_differ_in_when_a_step_gets_its_successor(tmp_path: Path) -> None:
         run = Run(seed, tmp_path / str(number), overlap_loads=False)
         with run.engine:
             assert run.engine.server._loop.run_ahead == ways[seed]
+        run.dump(tmp_path / "dump.json")
+        assert json.loads((tmp_path / "dump.json").read_text())["setting"]["seed"] == seed
         run.plain.close()
         os.close(run.l2_fd)
