@@ -454,6 +454,8 @@ class EngineClient:
                 stream.end_aborted()
         elif not stream.feed(message):  # tokens are missing before this message
             self._send(stream.catch_up())
+        elif stream.num_resubmits and stream.has_failed:
+            self._withdraw(stream)  # it was refused, perhaps, when it was sent before the last time
 
     def _answer(self, query_id: str, reply: Reply) -> None:
         _, future = self._queries.get(query_id, (None, None))
@@ -499,6 +501,7 @@ class EngineClient:
         stream.num_resubmits += 1
         if stream.num_resubmits > self._max_resubmits:
             stream.fail("engine_restarted", f"the engine died {stream.num_resubmits} times")
+            self._withdraw(stream)
         elif stream.request is None:
             self._send(stream.catch_up())
         else:
@@ -532,7 +535,15 @@ class EngineClient:
 
     def _fail_everything(self, code: str, text: str) -> None:
         for stream in list(self._streams.values()):
-            stream.fail(code, text)
+            if not stream.is_finished:
+                stream.fail(code, text)
+                self._withdraw(stream)
+
+    def _withdraw(self, stream: OutputStream) -> None:
+        """A request that has failed here may be on its way, to the next engine too: there it would
+        run for nobody."""
+        if stream.request is not None and self._socket is not None:
+            self._send(api.AbortRequest(request_id=stream.request_id))
 
 
 def _is_leaving(message: StreamItem) -> bool:

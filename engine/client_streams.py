@@ -76,6 +76,11 @@ class OutputStream:
         return self._finished is not None
 
     @property
+    def has_failed(self) -> bool:
+        """It has ended with an error."""
+        return self._finished is not None and self._finished.reason is api.FinishReason.ERROR
+
+    @property
     def num_output(self) -> int:
         """Output tokens known, those before this stream began included."""
         return self._base + len(self._ids) // 4
