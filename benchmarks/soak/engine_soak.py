@@ -458,10 +458,19 @@ class Talk:
             await asyncio.sleep(rng.random() * 0.03)
             await second.read(other.attach(wire.request_id))
             await reading
-            num = len(second.ids)
-            assert second.ids == got.ids[:num], (wire.request_id, second.ids, got.ids)
+            self._check_second(wire, got, second)
             return got
         return await got.read(client.generate(wire))
+
+    def _check_second(self, wire: api.GenerateRequest, got: Collected, second: Collected) -> None:
+        """A second reader hears the same. Of a request that was refused when it was sent first, and
+        taken when it was sent again to a new engine, it may hear more than who sent it."""
+        said = (wire.request_id, second.ids, got.ids, got.finished, second.finished)
+        finished = got.finished
+        if finished is not None and finished.error_code in self.owner.setting.excused:
+            assert second.ids[: len(got.ids)] == got.ids[: len(second.ids)], said
+        else:
+            assert second.ids == got.ids[: len(second.ids)], said
 
     def _check(self, wire: api.GenerateRequest, want: Answer, got: Collected, how: str) -> None:
         name, finished = wire.request_id, got.finished
