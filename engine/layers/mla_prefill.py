@@ -51,7 +51,9 @@ class _Run:
     indptr: torch.Tensor  # int32 [R + 1], from 0
     seq_lens: torch.Tensor  # int32 [R]
     absorbed: _Absorbed | None
-    work: StepWork  # of this run alone
+    # Of this run alone; None: the step's, which holds the runs. Naming it here would close a
+    # circle, and a step's scratch (a gigabyte) would stay until some collection of garbage.
+    own_work: StepWork | None
 
 
 def prefill_values(
@@ -73,15 +75,15 @@ def prefill_values(
         kv_TC: latents [T, C + R], before their norm.
         work: one for all layers of the step.
     """
-    runs = work.keep("prefill runs", lambda: _runs(q_THD, weights, rows, kv_pool_layer, work))
+    runs = work.keep("prefill runs", lambda: _runs(q_THD, weights, rows, kv_pool_layer))
     if out_TO is None:
         if len(runs) == 1 and runs[0].absorbed is None:
-            args = (rows, kv_pool_layer, cos_sin, softmax_scale)
+            args = (rows, kv_pool_layer, cos_sin, softmax_scale, runs[0].own_work or work)
             return _expanded(runs[0], q_THD, kv_TC, weights, *args)
         out_TO = q_THD.new_empty(q_THD.shape[0], weights.w_uv.shape[0] * weights.w_uv.shape[1])
     for run in runs:
         mine = run.tokens
-        args = (rows, kv_pool_layer, cos_sin, softmax_scale)
+        args = (rows, kv_pool_layer, cos_sin, softmax_scale, run.own_work or work)
         if run.absorbed is None:
             out_TO[mine].copy_(_expanded(run, q_THD[mine], kv_TC[mine], weights, *args))
         else:
@@ -99,6 +101,7 @@ def _expanded(
     kv_pool_layer: torch.Tensor,
     cos_sin: torch.Tensor,
     softmax_scale: float,
+    work: StepWork,
 ) -> torch.Tensor:
     mla_kv_write(
         q_THD[..., weights.w_uk.shape[1] :],
@@ -120,7 +123,7 @@ def _expanded(
         run.indptr,
         run.seq_lens,
         softmax_scale,
-        run.work,
+        work,
     )
     return o_THV.reshape(q_THD.shape[0], -1)
 
@@ -135,6 +138,7 @@ def _attend_absorbed(
     kv_pool_layer: torch.Tensor,
     cos_sin: torch.Tensor,
     softmax_scale: float,
+    work: StepWork,
     out_TO: torch.Tensor,
 ) -> None:
     num_heads, _, latent_dim = weights.w_uk.shape
@@ -165,7 +169,7 @@ def _attend_absorbed(
             run.slots,
             run.seq_lens,
             q_THD.dtype,
-            run.work,
+            work,
         )
     slots, seq_lens, workspace = absorbed.slots, absorbed.seq_lens, absorbed.workspace
 
@@ -173,7 +177,7 @@ def _attend_absorbed(
         plan_mla_decode(workspace, seq_lens, table, slots)
         return workspace
 
-    run.work.keep("absorbed plan", plan)
+    work.keep("absorbed plan", plan)
     o_THC = mla_decode(
         absorbed.queries, kv_pool_layer, table, slots, seq_lens, softmax_scale, workspace
     )
@@ -189,7 +193,6 @@ def _runs(
     weights: MlaWeights,
     rows: StepRows,
     kv_pool_layer: torch.Tensor,
-    work: StepWork,
 ) -> list[_Run]:
     """The step's prefill rows in order, cut where the form changes."""
     num_rows = rows.num_prefill_rows
@@ -220,7 +223,7 @@ def _runs(
                 indptr=indptr[first : end + 1] - starts[first] if first else indptr[: end + 1],
                 seq_lens=seq_lens[some],
                 absorbed=absorbed,
-                work=work if end - first == num_rows and absorbed is None else StepWork(),
+                own_work=None if end - first == num_rows and absorbed is None else StepWork(),
             )
         )
         first = end
