@@ -53,11 +53,11 @@ def usable_forms(
 
 
 def choose_q_len(chains: Chains, forms: Sequence[FoldForm]) -> int:
-    """The one whose passes over keys and values cost least; 1: rows as they are."""
+    """The one that costs least, passes over keys and values most of all; 1: rows as they are."""
     best, least = 1, float(chains.lens @ chains.ends)
     for form in forms:
         passes = -(-chains.lens // form.q_len)
-        cost = form.cost * float(passes @ chains.ends)
+        cost = form.cost * float(passes @ chains.ends) + form.fixed
         if cost < least:
             best, least = form.q_len, cost
     return best

@@ -19,11 +19,15 @@ from kernels.signature import CallSignature, format_of
 
 @dataclass(frozen=True, slots=True)
 class FoldForm:
-    """A `q_len` that rows may have. `cost`: of one pass over keys and values at that q_len, in
-    passes at q_len 1."""
+    """A `q_len` that rows may have.
+
+    `cost`: of one pass over keys and values at that q_len, in passes at q_len 1. `fixed`: what a
+    step of such rows takes beside its passes, in tokens of one pass at q_len 1.
+    """
 
     q_len: int
     cost: float
+    fixed: int = 0
 
 
 def fold_forms(

@@ -6,19 +6,27 @@ Does not know: attention.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kernels.ops.mla_decode_form import FoldForm
 from kernels.portable.mla_decode_form import fill_tiles
 from kernels.registry import Priority, register_kernel
+
+# What folding itself takes, in tokens of a pass: 0.24 ms a step (H200, V2-Lite shape: 1 x 8K with 4
+# drafts), of which 1,000 tokens take 4.7 us in bf16 and 8.8 over fp8 planes.
+FIXED = 50_000
+FIXED_FP8 = 27_000
 
 
 @register_kernel(
     "mla_decode_form",
     "folded_on_hopper",
-    priority=Priority.TRIAL,
+    priority=Priority.PERFORMANT,
     device="cuda",
     min_sm=(9, 0),
     formats={"q": {"bf16"}, "kv": {"bf16", "fp8_planes"}},
 )
 def fill_tiles_of_hopper(num_heads: int, kv: str) -> tuple[FoldForm, ...]:
     """As `folded`; a CPU and fp32 keep rows of one token, whose bits do not hang on drafts."""
-    return fill_tiles(num_heads, kv)
+    fixed = FIXED_FP8 if kv == "fp8_planes" else FIXED
+    return tuple(replace(form, fixed=fixed) for form in fill_tiles(num_heads, kv))

@@ -34,6 +34,8 @@ COMBINED_TOKENS = 64
 MAX_COUNTERS = 1 << 15
 # Up to so many tokens a program takes 16 weight rows at once instead of 64 in a pipeline.
 ROW_TOKENS = 2
+# Up to so many tokens an expert, on the mean, few experts have more than eight.
+FEW = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,8 @@ def tiles_for(num_tokens: int, top_k: int, num_experts: int) -> MoeTiles:
     if mean <= 26:
         first = GemmTile(nm=1, kc=2, stages=3, warps=2)
         second = GemmTile(nm=1, kc=2, stages=2, warps=2)
-        return MoeTiles(tokens=16 if mean <= 12 else 32, first=first, second=second)
+        tokens = 8 if mean <= FEW else 16 if mean <= 12 else 32
+        return MoeTiles(tokens=tokens, first=first, second=second)
     tile = GemmTile(nm=2, kc=1, stages=3, warps=4)
     return MoeTiles(tokens=64 if mean <= 56 else 128, first=tile, second=tile)
 

@@ -5,6 +5,7 @@ what the definition gives; nothing comes of places that no token has."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,6 +114,22 @@ def test_rows_are_folded_to_what_reads_least(
     chains: list[tuple[int, int, int]], q_len: int
 ) -> None:
     assert choose_q_len(chains_of(_batch(chains)), FORMS) == q_len
+
+
+@pytest.mark.parametrize(
+    ("chains", "q_len"),
+    [
+        ([(0, 8192, 5)], 1),  # 32,800 tokens are spared: fewer than folding costs
+        ([(0, 65536, 2)], 4),  # 1.05 of 65,536 instead of 2
+        ([(0, 49000, 2)], 1),
+        ([(slot, 8192, 4) for slot in range(3)], 4),  # three times 24,000
+    ],
+)
+def test_rows_are_folded_where_it_spares_more_than_it_costs(
+    chains: list[tuple[int, int, int]], q_len: int
+) -> None:
+    forms = [replace(form, fixed=50_000) for form in FORMS]
+    assert choose_q_len(chains_of(_batch(chains)), forms) == q_len
 
 
 def test_forms_fill_tiles_of_query_rows() -> None:

@@ -90,15 +90,15 @@ def check_moe(fmt: str, num_tokens: int, with_shared: bool) -> None:
     weights = torch.rand(num_tokens, top_k)
     shared = torch.randn(num_tokens, hidden) if with_shared else None
     args = (x, ids, weights, gate_up_tiled, down_tiled, shared)
-    tiles = moe.tiles_for(1, top_k, experts)
-    found = moe.run_moe_w4(*args, tiles)
-    error = relative_error(found, reference_moe.moe_w4(*args))
-    assert error < 1e-5, error
-    # The sum inside the second GEMM: the same bits, twice, and counters as they were.
     counters = torch.zeros(num_tokens * hidden // 16, dtype=torch.int32)
-    for these in (tiles, moe.tiles_for(8, top_k, experts)) * 2:
-        alone = moe.run_moe_w4(*args, these)
-        assert torch.equal(moe.run_moe_w4(*args, these, counters), alone)
+    # Rows of 16, and items of 8 and of 16 tokens.
+    for tokens in (1, 8, 30) * 2:
+        tiles = moe.tiles_for(tokens, top_k, experts)
+        found = moe.run_moe_w4(*args, tiles)
+        error = relative_error(found, reference_moe.moe_w4(*args))
+        assert error < 1e-5, (tiles, error)
+        # The sum inside the second GEMM: the same bits, twice, and counters as they were.
+        assert torch.equal(moe.run_moe_w4(*args, tiles, counters), found)
         assert not counters.any()
 
 
