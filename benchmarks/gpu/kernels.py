@@ -61,6 +61,19 @@ def _moe(sweep: bool) -> Iterator[dict[str, Any]]:
             yield moe_bench.bench(copies, num_tokens, tiles)
 
 
+def _moe_few(sweep: bool) -> Iterator[dict[str, Any]]:
+    """Few tokens an expert: the usual tiles, and others in items of eight."""
+    copies = [moe_bench.make_weights("nvfp4") for _ in range(8)]
+    wide = GemmTile(nm=1, kc=4, stages=3, warps=4)
+    shallow = GemmTile(nm=1, kc=4, stages=2, warps=4)
+    halves = GemmTile(nm=1, kc=2, stages=3, warps=2, slices=2)
+    for num_tokens in (4, 8, 16, 24, 32):
+        yield moe_bench.bench(copies, num_tokens, None)
+        for first, second in ((wide, wide), (shallow, wide), (wide, halves)):
+            tiles = MoeTiles(tokens=8, first=first, second=second)
+            yield moe_bench.bench(copies, num_tokens, tiles)
+
+
 def _decode(sweep: bool) -> Iterator[dict[str, Any]]:
     yield from decode_bench.bench()
 
@@ -70,13 +83,20 @@ def _sampling(sweep: bool) -> Iterator[dict[str, Any]]:
     yield from sampling_bench.bench()
 
 
-FAMILIES = {"mla": _mla, "moe": _moe, "decode": _decode, "sampling": _sampling}
+FAMILIES = {
+    "mla": _mla,
+    "moe": _moe,
+    "decode": _decode,
+    "sampling": _sampling,
+    "moe_few": _moe_few,
+}
 
 
 def main() -> int:
     """Run the chosen families; return 1 if a check failed or a family broke."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(FAMILIES))
+    usual = [name for name in FAMILIES if name != "moe_few"]
+    parser.add_argument("--only", default=",".join(usual))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()

@@ -67,7 +67,8 @@ def bench(
 ) -> dict[str, Any]:
     """Time a whole layer from router logits, and its parts; calls rotate over weight copies."""
     copies = len(weights_by_copy)
-    tiles = tiles or moe.tiles_for(num_tokens, TOP_K, EXPERTS)
+    usual = moe.tiles_for(num_tokens, TOP_K, EXPERTS)
+    tiles = tiles or usual
     xs = torch.randn(copies, num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
     logits = torch.randn(copies, num_tokens, EXPERTS, device="cuda")
     routed = [expert_choice.route(logits[c], None, ROUTING) for c in range(copies)]
@@ -129,10 +130,14 @@ def bench(
         name: round(time_calls_us([functools.partial(f, c) for c in order]), 2)
         for name, f in stages.items()
     }
+    ids, weights = routed[0]
+    args = (xs[0], ids, weights, *weights_by_copy[0], None)
+    error = relative_error(moe.run_moe_w4(*args, tiles), moe.run_moe_w4(*args, usual))
     return {
         "op": "moe_w4",
         "format": weights_by_copy[0][0].format,
         "T": num_tokens,
+        "rel_error": error,  # against the usual tiles, which `check` holds against the reference
         **timed,
         "floor_us": round(floor, 1),
         "of_floor": round(floor / timed["us"], 3),

@@ -190,6 +190,13 @@ PARTS = (
         dry="-m benchmarks.gpu.session --check-sampling",
     ),
     Part(
+        name="moe_few",
+        half="few",
+        limit_s=150,
+        command="-m benchmarks.gpu.kernels --only moe_few",
+        dry="-m benchmarks.gpu.session --check-sampling",
+    ),
+    Part(
         name="prefill_tests",
         half="fourth",
         limit_s=330,
@@ -338,7 +345,7 @@ def run_part(part: Part, out: pathlib.Path, is_dry: bool) -> dict[str, Any]:
     log = out / f"{part.name}.log"
     command = [sys.executable, *(part.dry if is_dry else part.command).split()]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if is_dry and part.name == "kernels":
+    if is_dry and part.name in ("kernels", "moe_few"):
         environment["TRITON_INTERPRET"] = "1"
     start = time.monotonic()
     with log.open("wb") as sink:
