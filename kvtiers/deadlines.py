@@ -21,7 +21,7 @@ class CallNotDoneError(Exception):
 
 
 class CallRefusedError(CallNotDoneError):
-    """The call was never made."""
+    """The call was never made, or has failed: it holds nothing."""
 
 
 class _Job(Generic[T]):

@@ -12,6 +12,8 @@ in a process of their own, so its death costs pages and not this process. Measur
   a deadline of their own, and at most two may be stuck.
 * A set-up holds the interpreter lock, 30 s where the owner hangs: another process tries it first.
 * Only memory the library allocated and registered can be read or written.
+
+Another build may lack a method, or raise: that is a call that was not done.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ CLOSE_S = 3.0
 NO_SPACE = -200
 EVICTION_S = 0.03  # the library evicts in the background, in some 10 ms
 LOCAL_BUFFER_BYTES = 1 << 20
+PART_READ = "get_into_ranges"  # not in every build of the library
 
 
 class MooncakeClient:
@@ -50,12 +53,13 @@ class MooncakeClient:
         self._calling = threading.Condition()
         self._num_calls = 0
         library = load_library()
+        self._reads_parts = hasattr(library, PART_READ)
         check_answers(address)
         handle = library()
         try:
             set_up = partial(_set_up, handle, address, slot_bytes * num_slots)
             base = self._threads.run(set_up, SETUP_S)
-        except CallNotDoneError as error:
+        except (CallNotDoneError, TypeError, RuntimeError) as error:
             raise OSError(f"{address}: set-up: {error}") from None
         self._ring = SlotRing(base, slot_bytes, num_slots)
         self._handle: Any = handle
@@ -114,11 +118,14 @@ class MooncakeClient:
         self, keys: list[str], into: memoryview, timeout_s: float, *, whole: bool
     ) -> list[int]:
         """Read the first 256 bytes of the first of these, one after the other; lengths, or codes
-        below 0.
+        below 0: NO_SPACE for one that is read as a whole or not at all.
 
         Args:
-            whole: read one object as a whole; of one that only the disk has nothing else is read.
+            whole: read one object as a whole: one that only the disk has, or with a library that
+                reads no parts.
         """
+        if not (whole or self._reads_parts):
+            return [NO_SPACE] * len(keys)
         (slot,) = self._ring.take(1, timeout_s)
         num = 1 if whole else max(1, self._ring.slot_bytes // HEADER_BYTES)
         keys = keys[:num]
@@ -131,7 +138,7 @@ class MooncakeClient:
             arguments = ([self._ring.address(slot)], [keys], [places], *([part] for part in ranges))
             give_back = partial(self._ring.give, [slot])
             try:
-                answer = self._call("get_into_ranges", timeout_s, give_back, *arguments)
+                answer = self._call(PART_READ, timeout_s, give_back, *arguments)
             except CallRefusedError:
                 give_back()
                 raise
@@ -201,6 +208,8 @@ class MooncakeClient:
             self._num_calls += 1
         try:
             return getattr(handle, method)(*arguments)
+        except Exception as error:  # another build of the library, or a fault of it
+            raise CallRefusedError(f"{method}: {error!r}") from error
         finally:
             with self._calling:
                 self._num_calls -= 1

@@ -77,7 +77,8 @@ class MooncakeUsage:
 def read_usage(metrics: str) -> MooncakeUsage:
     """Ask the master at this HTTP address; raises OSError where it does not say."""
     text = _read(metrics, "metrics", METRICS_TIMEOUT_S)
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+    lines = (line.rpartition(" ") for line in text.splitlines() if line and line[0] != "#")
+    values = {name: value for name, _, value in lines}
 
     def count(name: str, otherwise: str = "0") -> int:
         return int(float(values.get(name, otherwise)))
@@ -96,7 +97,7 @@ def read_usage(metrics: str) -> MooncakeUsage:
             - count("master_batch_put_end_failed_items_total"),
             num_evicted=count("master_evicted_key_count"),
         )
-    except ValueError:
+    except (ValueError, OverflowError):
         raise OSError(f"{metrics} does not say what it holds") from None
 
 

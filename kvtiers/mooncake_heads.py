@@ -111,7 +111,7 @@ def find_pages(calls: PageCalls, keys: Sequence[str], has_time: Callable[[], boo
 def _read_heads(calls: PageCalls, keys: list[str], into: memoryview) -> list[int]:
     codes = calls.heads(keys, into, whole=False)
     for at, code in enumerate(codes):
-        if code == NO_SPACE:  # only the disk has it, and reads no parts
+        if code == NO_SPACE:  # only the disk has it, or the library reads no parts
             alone = calls.heads([keys[at]], _head(into, at), whole=True)
             if not alone:
                 return codes[:at]

@@ -30,6 +30,16 @@ _LIBRARY_ENV = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_STORE_CLIENT_METRIC": "0",
 }
+_NEEDED = (
+    "setup_dummy",
+    "alloc_from_mem_pool",
+    "register_buffer",
+    "batch_put_from",
+    "batch_get_into",
+    "batch_is_exist",
+    "batch_remove",
+    "close",
+)
 _GLOG_LEVEL_SYMBOL = "_ZN3fLI17FLAGS_minloglevelE"
 _GLOG_FATAL = 3
 
@@ -47,8 +57,12 @@ def load_library() -> type[Any]:
             else "pip install moorage[mooncake]"
         )
         raise OSError(f"mooncake cannot be loaded: {error} (hint: {hint})") from None
+    store: type[Any] | None = getattr(library, "MooncakeDistributedStore", None)
+    lacking = [name for name in _NEEDED if not hasattr(store, name)]
+    if store is None or lacking:
+        what = ", ".join(lacking)
+        raise OSError(f"this build of mooncake has no {what} (hint: pip install moorage[mooncake])")
     _silence(str(library.__file__))
-    store: type[Any] = library.MooncakeDistributedStore
     return store
 
 
