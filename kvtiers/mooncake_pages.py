@@ -60,6 +60,7 @@ class MooncakePages:
         self._put_since = 0
         self._look_again_s = -1e9
         self._is_said = False  # that the master does not say how full it is
+        self._is_list_said = False  # nor what is there
         self._is_doubtful = False
         self._sweep_again_s = -1e9
         self._strangers: set[str] = set()
@@ -102,11 +103,12 @@ class MooncakePages:
             self._strangers = set()
             self._put_by_then = None
 
-    def forget(self, keys: Iterable[str]) -> None:
-        """These were removed."""
+    def note_removed(self, keys: Iterable[str], *, is_all: bool) -> None:
+        """These were removed. Where others should have been too, a tail may lack its head now."""
         with self._indexing:
             for page in self._find(keys):
                 self._order.discard(page)
+            self._is_doubtful = self._is_doubtful or not is_all
 
     def note_missing(self, keys: Iterable[str]) -> None:
         """These are not there. Where they should be, somebody else lets pages go."""
@@ -294,14 +296,19 @@ class MooncakePages:
 
     def _list(self, calls: PageCalls) -> set[str] | None:
         """The keys that are there: of all objects, or of those known alone; None: no answer."""
+        listed: set[str] = set()
         if self._usage is not None:
             try:
-                return list_keys(self._endpoints.metrics)
-            except OSError:
+                listed = list_keys(self._endpoints.metrics)
+            except OSError as error:
+                if not self._is_list_said:
+                    logger.warning("mooncake: no page makes room, as nobody lists them: %s", error)
+                self._is_list_said = True
                 return None
+            self._is_list_said = False
+            return listed
         with self._indexing:
             keys = [page.key for page in self._order.in_order()]
-        listed: set[str] = set()
         for start in range(0, len(keys), BATCH):
             some = keys[start : start + BATCH]
             answers = calls.exist(some)

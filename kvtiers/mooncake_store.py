@@ -25,7 +25,7 @@ import numpy as np
 from kvtiers.mooncake_client import NO_SPACE, MooncakeClient
 from kvtiers.mooncake_connection import MooncakeConnection
 from kvtiers.mooncake_endpoints import read_usage
-from kvtiers.mooncake_heads import NOT_READ, OTHER_LENGTH, GuardedCalls
+from kvtiers.mooncake_heads import NOT_READ, OTHER_LENGTH, REMOVED, GuardedCalls
 from kvtiers.mooncake_pages import MooncakePages
 from kvtiers.objects import is_sealed_for, key_hash, unstamp, verify
 from kvtiers.page_order import NO_PARENT
@@ -145,9 +145,7 @@ class MooncakeStore:
         unique = list(dict.fromkeys(keys))
         if client is None or not unique:
             return 0
-        answers = self._connection.ask(lambda: client.remove(unique, self._limits.call_s))
-        self._pages.forget(unique)
-        return sum(answer == 0 for answer in answers)
+        return self._remove(client, unique)
 
     def flush(self, timeout_s: float) -> bool:
         """Puts are in Mooncake's memory when they return; a disk tier copies them in a second."""
@@ -207,8 +205,7 @@ class MooncakeStore:
         in_order = [key for key in follows if key in stored]
         lost = stored.difference(_without_followers(in_order, follows, refused))
         if lost:
-            self._connection.ask(lambda: client.remove(list(lost), self._limits.call_s))
-            self._pages.forget(lost)
+            self._remove(client, list(lost))
         return lost
 
     def _find_no_room(
@@ -297,9 +294,15 @@ class MooncakeStore:
         elif length in (len(buffer), NOT_READ):
             self._count(bad_reads=1)
             # It would stay what it is for ever: a put of a key that is there changes nothing.
-            self._connection.ask(lambda: client.remove([key], self._limits.call_s))
-            self._pages.forget([key])
+            self._remove(client, [key])
         return False
+
+    def _remove(self, client: MooncakeClient, keys: list[str]) -> int:
+        """How many were there, and are not now. What stays still counts for what is there."""
+        codes = self._connection.ask(lambda: client.remove(keys, self._limits.call_s))
+        gone = [key for key, code in zip(keys, codes, strict=False) if code in REMOVED]
+        self._pages.note_removed(gone, is_all=len(gone) == len(keys))
+        return codes.count(0)
 
     def _count(self, **changes: int) -> None:
         with self._counting:

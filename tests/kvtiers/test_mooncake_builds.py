@@ -248,3 +248,27 @@ def test_another_server_in_place_of_a_master_s_metrics_is_a_master_that_cannot_b
     assert store.put(KEYS, pages(KEYS)) == [True] * 12
     assert read(store, KEYS) == [True] * 12
     assert (store.status().state, store.status().num_objects) == (StoreState.UP, 12)
+
+
+@pytest.mark.parametrize("codes", [[-703] * 12, [0] * 4 + [-800] * 8, []])
+def test_pages_that_could_not_be_removed_still_count(
+    objects: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    codes: list[int],
+) -> None:
+    use(monkeypatch, PartsLibrary)
+    store = open_store(tmp_path)
+    assert store.put(KEYS, pages(KEYS)) == [True] * 12
+    num_removed = codes.count(0)
+
+    def remove(self: Library, keys: list[str], force: bool) -> list[int]:
+        for key, code in zip(keys, codes, strict=False):
+            if code == 0:
+                del objects[key]
+        return codes
+
+    monkeypatch.setattr(Library, "batch_remove", remove)
+    assert store.remove(KEYS) == num_removed
+    assert store.status().num_objects == 12 - num_removed == len(objects)
+    assert store.status().used_bytes == len(objects) * SIZE
