@@ -45,11 +45,22 @@ def chains_of(batch: ForwardBatch) -> Chains:
 def usable_forms(
     forms: Sequence[FoldForm], num_tokens: int, longest_chain: int
 ) -> tuple[FoldForm, ...]:
-    """Those that a step of so many tokens may gain by: a shorter one holds all of its chains
-    otherwise."""
+    """Those that a step of so many tokens may gain by: otherwise a shorter one holds all of its
+    chains, or costs no more for any."""
     most = min(num_tokens, longest_chain)
-    shorter = (1, *(form.q_len for form in forms))
-    return tuple(form for form, held in zip(forms, shorter, strict=False) if most > held)
+    kept = [FoldForm(1, 1.0)]
+    for form in forms:
+        if most > kept[-1].q_len and not any(_costs_no_more(each, form) for each in kept):
+            kept.append(form)
+    return tuple(kept[1:])
+
+
+def _costs_no_more(shorter: FoldForm, form: FoldForm) -> bool:
+    """Whether the shorter one costs no more whatever the chains: of many heads each token fills
+    tiles of its own, and folding more of them spares nothing."""
+    num = form.q_len // shorter.q_len  # of its passes do for one of the form's
+    divides = shorter.q_len * num == form.q_len
+    return divides and num * shorter.cost <= form.cost and shorter.fixed <= form.fixed
 
 
 def choose_q_len(chains: Chains, forms: Sequence[FoldForm]) -> int:
