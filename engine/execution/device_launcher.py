@@ -16,6 +16,7 @@ Does not know: the scheduler, requests, grammars beyond a bitmask. One worker th
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -134,6 +135,7 @@ class DeviceLauncher:
 
         self._sentinel = limits.max_slots
         self._page_table = ints(slots, limits.table_width) + limits.sentinel_page
+        self._owed_deltas: deque[NDArray[np.int32]] = deque()
         self._next_ids = ints(sample_slots)
         self._masks = ints(sample_slots, -(-vocab // 32)) - 1
         # Behind the rows of decode graphs: those of prefill rows that a step computes apart.
@@ -255,10 +257,14 @@ class DeviceLauncher:
         return finish
 
     def _update_tables(self, step: Step) -> None:
-        deltas = step.page_deltas
-        if len(deltas):
-            slot, index, page = self._ring.upload(deltas.T.astype(np.int64))
+        # They are told once, of requests without a row in this step too: what a step that fails
+        # here (memory is short) did not write is due with the next one, in order.
+        if len(step.page_deltas):
+            self._owed_deltas.append(step.page_deltas)
+        while self._owed_deltas:
+            slot, index, page = self._ring.upload(self._owed_deltas[0].T.astype(np.int64))
             self._page_table[slot, index] = page.int()
+            self._owed_deltas.popleft()
         if step.forward.page_copies.shape[0]:
             copy_pages(self._kv_pool, step.forward.page_copies)
 

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step for which the device has no memory: it fails its requests and no others, and what it had
+made is gone before the next one, which may need it. Here the device is the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.client import EngineClient
+from engine.config import EngineConfig
+from engine.execution import executor
+from engine.execution.device_runner import DeviceModelRunner
+from engine.execution.executor import Executor
+from engine.execution.model_runner import build_model_runner
+from engine.models import deepseek
+from kernels.step_work import StepWork
+from tests.engine.test_device_launcher import _PAGE, _PAGES, _SLOTS, _device_runner, _ids, _step
+from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
+from tests.fakes.tiny_deepseek import write_tiny_deepseek
+
+_TEXT = "CUDA out of memory. Tried to allocate 1.50 GiB"
+_SAMPLING = {"ignore_eos": True}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    directory = write_tiny_deepseek(tmp_path_factory.mktemp("tiny"))
+    return EngineConfig(
+        model=str(directory),
+        load_format="dummy",
+        dtype="float32",
+        num_threads=1,
+        page_size=_PAGE,
+        kv_pool_tokens=_PAGE * _PAGES,
+        max_slots=_SLOTS,
+        max_context_len=512,
+        speculation="ngram",
+    )
+
+
+class ShortOfMemory:
+    """Stands for the layers' second half: raises once, in a step that `fails` says, by tokens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails: Callable[[int], bool] = lambda num_tokens: False
+        self.num_raised = 0
+        self._feed_forward = deepseek.feed_forward
+        monkeypatch.setattr(deepseek, "feed_forward", self)
+
+    def __call__(self, residual: torch.Tensor, *args: Any) -> torch.Tensor:
+        if self.fails(residual.shape[0]):
+            self.fails = lambda num_tokens: False
+            self.num_raised += 1
+            raise torch.OutOfMemoryError(_TEXT)
+        return self._feed_forward(residual, *args)
+
+
+def _num_works() -> int:
+    return sum(type(each) is StepWork for each in gc.get_objects())
+
+
+def _num_tensors() -> int:
+    """Those of size: the newest step's rows stay for a while."""
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+    return sum(each.numel() > 64 for each in found)
+
+
+async def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_a_step_without_memory_fails_its_requests_alone_and_keeps_nothing(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    short = ShortOfMemory(monkeypatch)
+    # pytest keeps what is logged, with the frames of the error in it.
+    monkeypatch.setattr(executor.logger, "disabled", True)
+    prompts = {name: _ids(60 + place, 7 + place) for place, name in enumerate("abc")}
+    expected: dict[str, list[int]] = {}
+
+    async def ask(client: EngineClient, name: str, run_name: str) -> Collected:
+        request = make_request(f"{name} {run_name}", prompts[name], 200, sampling=_SAMPLING)
+        return await run(client, request)
+
+    async def undisturbed(client: EngineClient) -> None:
+        for name in prompts:
+            expected[name] = (await ask(client, name, "expected")).ids
+
+    async def work(client: EngineClient) -> None:
+        await run(client, make_request("first", _ids(50, 1)))  # what is kept for good comes once
+        gc.collect()
+        before = _num_tensors()
+        short.fails = (lambda num: num > 2) if where == "prefill" else (lambda num: num == 2)
+        results = await asyncio.gather(*(ask(client, name, "short") for name in prompts))
+        assert short.num_raised == 1
+        num_failed = 0
+        for name, result in zip(prompts, results, strict=True):
+            assert result.finished is not None
+            if result.finished.reason != "error":
+                assert result.ids == expected[name]
+                continue
+            num_failed += 1
+            assert result.finished.error_code == "step_failed"
+            assert f"OutOfMemoryError: {_TEXT}" in str(result.finished.error_message)
+        assert num_failed == max_slots  # those in the step; the others wait for a slot
+        stats = await client.stats()
+        assert stats["owned_pages"] == stats["in_flight_pages"] == 0
+        assert stats["free_pages"] + stats["cached_pages"] == stats["num_pages"]
+        await _until(lambda: _num_works() == 0 and _num_tensors() <= before)
+        for name in prompts:
+            assert (await ask(client, name, "after")).ids == expected[name]
+
+    max_slots = 1 if where == "prefill" else 2
+    serve(LiveEngine(str(tmp_path / "host"), build_model_runner(config)), undisturbed)
+    run_dir = str(tmp_path / "device")
+    engine = LiveEngine(run_dir, _device_runner(config), max_slots=max_slots, token_budget=48)
+    gc.disable()
+    try:
+        serve(engine, work)
+    finally:
+        gc.enable()
+
+
+def test_a_failed_step_s_frames_are_gone_when_its_result_is_there(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold the step's tensors; no collection of garbage comes in between."""
+    short = ShortOfMemory(monkeypatch)
+    monkeypatch.setattr(executor.logger, "disabled", True)
+    runner = _device_runner(config)
+    running = Executor(runner, lambda: None)
+    try:
+        gc.collect()
+        gc.disable()
+        before = _num_works()
+        short.fails = lambda num_tokens: True
+        running.dispatch(_step(runner, [0, 1], {0: 3, 1: 4}, 1))
+        running.dispatch(_step(runner, [0, 1], {0: 3, 1: 4}, 2))
+        results = []
+        deadline = time.monotonic() + 60
+        while len(results) < 2 and time.monotonic() < deadline:
+            found = running.take()
+            results += [found] if found is not None else []
+            time.sleep(0.001)
+        assert [result.error is None for result in results] == [False, True]
+        assert _num_works() == before
+    finally:
+        gc.enable()
+        running.close()
+
+
+def test_page_table_entries_of_a_step_that_failed_before_them_come_with_the_next(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some are of requests without a row in that step, which go on; each is told once."""
+    runner = _device_runner(config)
+    launcher = runner.step_launcher()
+    upload, is_short = launcher._ring.upload, [True]
+
+    def short_of_memory(values: np.ndarray[Any, Any]) -> torch.Tensor:
+        if is_short[0]:
+            raise torch.OutOfMemoryError(_TEXT)
+        return upload(values)
+
+    monkeypatch.setattr(launcher._ring, "upload", short_of_memory)
+    told = [
+        [(0, 0, 3), (1, 0, 4), (2, 0, 5), (2, 1, 6)],  # 2 has no row
+        [(0, 0, 7), (0, 1, 8)],  # the slot is another request's
+        [(1, 0, 9)],
+    ]
+    for step_id, deltas in enumerate(told):
+        step = _with_deltas(runner, step_id, deltas)
+        if step_id == 2:
+            is_short[0] = False
+            launcher.launch(step)()
+        else:
+            with pytest.raises(torch.OutOfMemoryError):
+                launcher.launch(step)
+    table = launcher._page_table
+    entries = [(0, 0, 7), (0, 1, 8), (1, 0, 9), (2, 0, 5), (2, 1, 6)]
+    assert [int(table[slot, index]) for slot, index, _ in entries] == [page for *_, page in entries]
+
+
+def _with_deltas(
+    runner: DeviceModelRunner, step_id: int, deltas: list[tuple[int, int, int]]
+) -> Any:
+    step = _step(runner, [0, 1], {0: 3, 1: 4}, step_id)
+    object.__setattr__(step, "page_deltas", np.array(deltas, dtype=np.int32))
+    return step
