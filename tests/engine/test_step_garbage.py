@@ -4,16 +4,22 @@ scratch is a gigabyte, and collections come by the number of objects, not by the
 
 from __future__ import annotations
 
+import asyncio
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from engine.client import EngineClient
 from kernels.selection import set_override
 from kernels.step_work import StepWork
+from tests.engine.test_next_layer import _KINDS, _config, _folding_runner
 from tests.engine.test_prefill_pieces import _ids, _runner
+from tests.fakes.live_engine import LiveEngine, make_request, run, serve
 from tests.fakes.paged_driver import PagedDriver
+from tests.fakes.tiny_deepseek import write_tiny_deepseek
 
 
 def num_alive(kind: type) -> int:
@@ -46,3 +52,46 @@ def test_steps_leave_no_tensors_behind(tmp_path: Path, pieces: bool, form: str |
     finally:
         gc.enable()
         set_override("mla_prefill_form", None)
+
+
+@pytest.mark.parametrize("speculation", ["none", "ngram", "mtp"])
+def test_served_requests_leave_no_tensors_behind(tmp_path: Path, speculation: str) -> None:
+    """Sampled, masked, penalised, with logprobs and with drafts, folded where they are many."""
+    tiny = write_tiny_deepseek(tmp_path / "tiny", num_nextn_predict_layers=1)
+    config = replace(_config(tiny, load_format="dummy"), speculation=speculation)
+    runner = _folding_runner(config)
+
+    def num_large() -> int:
+        found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+        return sum(each.numel() > 64 for each in found)  # the newest step's rows stay for a while
+
+    async def work(client: EngineClient) -> None:
+        async def ask(turn: str) -> None:
+            parts = enumerate(_KINDS.items())
+            requests = (
+                make_request(f"{turn} {kind}", _ids(20 + 9 * place, place), 12, **extra)
+                for place, (kind, extra) in parts
+            )
+            await asyncio.gather(*(run(client, request) for request in requests))
+
+        await ask("first")  # what is kept for good comes once
+        gc.collect()
+        gc.disable()
+        before = num_large()
+        await ask("second")
+        # One more: the hidden states behind which the model drafted last, small ones before.
+        while num_alive(StepWork) or num_large() > before + 1:  # the test's time limit ends it
+            await asyncio.sleep(0.01)
+
+    engine = LiveEngine(
+        str(tmp_path / "run"),
+        runner,
+        max_slots=config.max_slots,
+        token_budget=48,
+        wait_grammar=True,
+        speculation=speculation,
+    )
+    try:
+        serve(engine, work)
+    finally:
+        gc.enable()
