@@ -475,7 +475,7 @@ class DeviceLauncher:
                 ids, counts = row.penalties.state()
             sent = self._ring.upload(np.stack([ids, 2 * counts + 1]))
             bias = torch.from_numpy(row.bias).to(self._logits.device)
-            tables.hold(slot, sent[0], sent[1].int(), self._ring.upload(row.bias_ids), bias)
+            tables.hold(slot, row, sent[0], sent[1].int(), self._ring.upload(row.bias_ids), bias)
 
     def _warm_up_prefill(self) -> None:
         """Steps with a prefill row on the sentinels, of each kind for which kernels differ."""

@@ -25,6 +25,7 @@ from kernels.ops.step_ids import greedy_rows
 ROW, SLOT, TEMPERATURE, TOP_K, TOP_P, MIN_P, CHANCE, REPETITION, PRESENCE, FREQUENCY = range(10)
 NUM_PARAMS = 10
 _GREEDY = (0.0, 0.0, 1.0, 0.0, 0.0)  # TEMPERATURE to CHANCE
+_UNKNOWN = RowSampling()  # of no request
 
 
 def has_edits(row: RowSampling) -> bool:
@@ -150,30 +151,30 @@ class EditTables:
         self._held: list[RowSampling | None] = [None] * num_slots
 
     def stale(self, batch: SampleBatch, slots: NDArray[np.int64]) -> list[tuple[int, RowSampling]]:
-        """Slots whose request is another one than the tables hold. From now on they hold it."""
-        found: list[tuple[int, RowSampling]] = []
-        for row, slot in zip(batch.rows, slots.tolist(), strict=True):
-            if has_edits(row) and self._held[slot] is not row:
-                self._held[slot] = row
-                found.append((slot, row))
-            elif not has_edits(row) and self._held[slot] is not None:
-                self._held[slot] = None  # its factors are neutral, its bias has to be
-                found.append((slot, row))
-        return found
+        """Slots whose request is another one than the tables hold: to be held before the sample.
+        Of a row without edits the factors are neutral, the bias has to be."""
+        return [
+            (slot, row)
+            for row, slot in zip(batch.rows, slots.tolist(), strict=True)
+            if self._held[slot] is not (row if has_edits(row) else None)
+        ]
 
     def hold(
         self,
         slot: int,
+        row: RowSampling,
         ids: torch.Tensor,
         counts: torch.Tensor,
         bias_ids: torch.Tensor,
         bias: torch.Tensor,
     ) -> None:
-        """Fill a slot's rows; all on the device, ids int64."""
+        """Fill a slot's rows for `row`; all on the device, ids int64."""
+        self._held[slot] = _UNKNOWN  # until all of it is there: memory may be short in between
         self.counts[slot] = 0
         self.counts[slot, ids] = counts
         self.bias[slot] = 0.0
         self.bias[slot, bias_ids] = bias
+        self._held[slot] = row if has_edits(row) else None
 
     def count(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Take note of sampled tokens [S], -1 for none."""

@@ -22,6 +22,7 @@ from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.executor import Executor
 from engine.execution.model_runner import build_model_runner
 from engine.models import deepseek
+from engine.sampling.params import RowSampling
 from kernels.step_work import StepWork
 from tests.engine.test_device_launcher import _PAGE, _PAGES, _SLOTS, _device_runner, _ids, _step
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
@@ -207,3 +208,32 @@ def _with_deltas(
     step = _step(runner, [0, 1], {0: 3, 1: 4}, step_id)
     object.__setattr__(step, "page_deltas", np.array(deltas, dtype=np.int32))
     return step
+
+
+def test_a_bias_that_could_not_be_taken_away_counts_for_nobody(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that was to do it fails, and the next request in the slot has no bias either."""
+    runner = _device_runner(config)
+    launcher = runner.step_launcher()
+    biased = RowSampling(bias_ids=np.array([77]), bias=np.array([1e6], dtype=np.float32))
+    other = RowSampling(bias_ids=np.array([78]), bias=np.array([1e6], dtype=np.float32))
+
+    def sampled(step_id: int, rows: list[RowSampling]) -> list[int]:
+        step = _step(runner, [0, 1], {0: 3, 1: 4}, step_id)
+        step.sampling.rows[:] = rows
+        result = launcher.launch(step)().sampled
+        assert result is not None
+        return result.token_ids.tolist()
+
+    plain = sampled(0, [RowSampling(), other])[0]
+    assert sampled(1, [biased, other]) == [77, 78]
+
+    def short_of_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError(_TEXT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher._edits, "hold", short_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            sampled(2, [RowSampling(), other])
+    assert sampled(3, [RowSampling(), other]) == [plain, 78] != [77, 78]
