@@ -71,7 +71,12 @@ class DeadlineThreads:
                     self._num_stuck += 1
                     raise CallNotDoneError(f"no answer in {timeout_s:.1f} s")
         if job.error is not None:
-            raise job.error
+            try:
+                raise job.error
+            finally:
+                # The error names this frame, the job names the error: a circle, and what the call
+                # holds would stay until some collection of garbage.
+                del job
         return job.result[0]
 
     def close(self) -> None:
