@@ -355,6 +355,14 @@ class Scheduler:
         Raises ValueError for a name that is not that of its tokens, or a page that is not free.
         """
 
+    def lose_l3(self, page_hashes: bytes) -> int:
+        """The store said that it does not have these pages (16 bytes each, heads first), which it
+        was given or was thought to have. What L2 has of them is stored again by the next plan;
+        a page that nobody has any longer is missing. Unknown names are passed over.
+
+        Returns how many of them were thought to be in L3. Raises ValueError for half a name.
+        """
+
     def lease(
         self,
         *,

@@ -245,6 +245,16 @@ PageHash as_name(const char* field, const nb::bytes& name) {
   return hash;
 }
 
+std::vector<PageHash> as_names(const nb::bytes& page_hashes) {
+  if (page_hashes.size() % sizeof(PageHash) != 0) {
+    throw std::invalid_argument("page_hashes: " + std::to_string(page_hashes.size()) +
+                                " bytes are not 16 a page");
+  }
+  std::vector<PageHash> hashes(page_hashes.size() / sizeof(PageHash));
+  if (!hashes.empty()) std::memcpy(hashes.data(), page_hashes.c_str(), page_hashes.size());
+  return hashes;
+}
+
 std::int32_t adopt(BoundScheduler& self, const std::string& tier,
                    const InArray1<TokenId>& token_ids, const nb::bytes& page_hashes,
                    const InArray1<std::int32_t>& pages, const std::string& salt,
@@ -252,12 +262,7 @@ std::int32_t adopt(BoundScheduler& self, const std::string& tier,
   if (tier != "l2" && tier != "l3") {
     throw std::invalid_argument("tier: '" + tier + "' is not in [l2, l3]");
   }
-  if (page_hashes.size() % sizeof(PageHash) != 0) {
-    throw std::invalid_argument("page_hashes: " + std::to_string(page_hashes.size()) +
-                                " bytes are not 16 a page");
-  }
-  std::vector<PageHash> hashes(page_hashes.size() / sizeof(PageHash));
-  if (!hashes.empty()) std::memcpy(hashes.data(), page_hashes.c_str(), page_hashes.size());
+  const std::vector<PageHash> hashes = as_names(page_hashes);
   std::vector<PageId> ids;
   for (std::size_t i = 0; i < pages.shape(0); ++i) ids.push_back(PageId{pages.data()[i]});
   return self.scheduler.adopt(tier == "l2" ? Tier::kL2 : Tier::kL3, as_tokens(token_ids), hashes,
@@ -352,6 +357,12 @@ void bind_scheduler(nb::module_& module) {
       .def("adopt", &adopt, nb::arg("tier"), nb::arg("token_ids").noconvert(),
            nb::arg("page_hashes"), nb::arg("pages").noconvert(), nb::arg("salt") = "",
            nb::kw_only(), nb::arg("before") = nb::bytes("", 0), nb::arg("start") = 0)
+      .def(
+          "lose_l3",
+          [](BoundScheduler& self, const nb::bytes& page_hashes) {
+            return self.scheduler.lose_l3(as_names(page_hashes));
+          },
+          nb::arg("page_hashes"))
       .def("lease", &lease, nb::kw_only(), nb::arg("lease_id"), nb::arg("token_ids").noconvert(),
            nb::arg("until_ms"), nb::arg("tenant") = "default", nb::arg("salt") = "",
            nb::arg("tier") = "l1")

@@ -55,6 +55,12 @@ void Scheduler::apply_probe(const ProbeDoneInput& input) {
   note_answer(input.probe_id);
 }
 
+std::int32_t Scheduler::lose_l3(std::span<const PageHash> hashes) {
+  std::int32_t num_lost = 0;
+  for (const PageHash& hash : hashes) num_lost += tiers_.lose_l3(hash) ? 1 : 0;
+  return num_lost;
+}
+
 void Scheduler::emit_probes(Plan& plan) {
   if (new_probes_.empty()) return;
   plan.probe_indptr.push_back(0);

@@ -128,6 +128,9 @@ class Scheduler {
   };
   std::int32_t adopt(Tier tier, TokenSpan tokens, std::span<const PageHash> hashes,
                      std::span<const PageId> pages, const std::string& salt, Fragment fragment);
+  // The store let go of these; what L2 has of them is stored again. Returns those it was thought to
+  // have.
+  std::int32_t lose_l3(std::span<const PageHash> hashes);
   // In every tier; returns the pages freed in L1.
   std::int32_t drop_prefix(TokenSpan tokens, std::int32_t keep_tokens, const std::string& salt) {
     return forget(salt, tokens, keep_tokens).num_l1_pages;

@@ -102,6 +102,7 @@ class LowerTiers : public LowerResidency {
   // Takes in what survived a restart, or was found. Requires: the page is free.
   void adopt_l2(const PageName& name, PageId page);
   void adopt_l3(const PageName& name);
+  bool lose_l3(const PageHash& hash);  // false: nobody believed that it is there
   // Forgets the pages of a prefix in L2 and L3 from its end on, as far as nobody else goes on behind
   // them or leases them. What is on its way goes when it has come, unless it is used till then.
   struct Dropped {

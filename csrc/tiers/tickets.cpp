@@ -110,6 +110,17 @@ void LowerTiers::store_behind_heads(const PageHash& hash) {
   for (auto at = chain.rbegin(); at != chain.rend(); ++at) store(*at);
 }
 
+// The store does not have it after all: what L2 has of it goes there again. A fetch under way finds
+// out by itself.
+bool LowerTiers::lose_l3(const PageHash& hash) {
+  const Entry* entry = find(hash);
+  if (entry == nullptr || !entry->in_l3 || entry->is_coming) return false;
+  set_l3(hash, false);
+  if (!entry->l2.is_empty() && !entry->is_unwanted) store(hash);
+  erase_if_unused(hash);
+  return true;
+}
+
 bool LowerTiers::is_in_flight(std::int64_t ticket) const {
   return tickets_.contains(ticket) && (moves_.empty() || ticket < moves_.front().ticket);
 }

@@ -207,6 +207,10 @@ class Adopted(msgspec.Struct, tag="adopt"):
     start: int = 0
 
 
+class LostInStore(msgspec.Struct, tag="lose_l3"):
+    page_hashes: bytes
+
+
 Record = (
     Configured
     | Submitted
@@ -218,6 +222,7 @@ Record = (
     | Released
     | Moved
     | Adopted
+    | LostInStore
     | Costs
     | Drafted
 )
@@ -417,6 +422,11 @@ class RecordingScheduler(Scheduler):
         self._write(Adopted(tier, *ids, salt, before, start))
         return num_pages
 
+    def lose_l3(self, page_hashes: bytes) -> int:
+        num_lost = super().lose_l3(page_hashes)
+        self._write(LostInStore(page_hashes))
+        return num_lost
+
     def lease(
         self,
         *,
@@ -495,6 +505,8 @@ def apply(scheduler: Scheduler, record: Record) -> str:
                 before=record.before,
                 start=record.start,
             )
+        case LostInStore(page_hashes):
+            scheduler.lose_l3(page_hashes)
         case Released(lease_id):
             scheduler.release(lease_id)
         case Configured():

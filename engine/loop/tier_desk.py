@@ -16,6 +16,7 @@ from _scheduler import Scheduler
 from engine import api
 from engine.errors import RequestError
 from engine.loop.outbox import Outbox
+from engine.loop.store_checks import StoreCheck
 from engine.loop.tier_plane import TierPlane, Verification
 from engine.loop.tier_report import TierReporter
 from engine.transport import unpack_ids
@@ -24,6 +25,7 @@ TIERS = ("l1", "l2", "l3", "none")
 MOVE_ANSWER_MS = 30_000
 MOVE_STUCK_MS = 3_000  # no page nearer for so long: the answer says how far it is
 LOOK_EVERY_MS = 100
+CHECK_MS = 1_000  # a store that does not say what it has is believed to have it
 MAX_TIMEOUT_MS = 600_000
 MAX_VERIFIED_PAGES = 1 << 20
 
@@ -40,6 +42,8 @@ class _Move:
     deadline_ms: int
     look_at_ms: int
     acks_seen: int
+    check: StoreCheck | None = None
+    check_until_ms: int = 0
     least_pending: int = 1 << 62
     stuck_at_ms: int = 0
 
@@ -117,8 +121,11 @@ class TierDesk:
         if message.tier not in TIERS:
             raise RequestError("tier", message.tier, " | ".join(TIERS))
         token_ids = unpack_ids(message.token_ids).astype(np.int32)
-        if self._plane is not None:
-            self._plane.names.note(token_ids, message.salt)
+        plane, check = self._plane, None
+        if plane is not None:
+            last = plane.names.note(token_ids, message.salt)
+            if message.tier == "l3" and plane.transfers.store is not None:
+                check = plane.check_l3(last)
         move = _Move(
             peer=peer,
             query_id=message.query_id,
@@ -128,6 +135,8 @@ class TierDesk:
             deadline_ms=now_ms + MOVE_ANSWER_MS,
             look_at_ms=now_ms,
             acks_seen=-1,
+            check=check,
+            check_until_ms=now_ms + CHECK_MS,
         )
         self._moves.append(move)
 
@@ -138,6 +147,8 @@ class TierDesk:
         if num_acks == move.acks_seen and now_ms < min(move.look_at_ms, move.deadline_ms):
             return False
         move.acks_seen, move.look_at_ms = num_acks, now_ms + LOOK_EVERY_MS
+        if move.check is not None and not move.check.is_done and now_ms < move.check_until_ms:
+            return False  # what leaves L1 must be where it is thought to be
         try:
             num_pending = self._order(move)
         except ValueError as error:  # what the scheduler does not take costs its sender an answer

@@ -20,6 +20,7 @@ from _scheduler import Ended, KvEvent, Plan, ProbeDone, Scheduler, TransferAck
 from engine.loop.page_names import ROOT_HASH, PageNames
 from engine.loop.requests import Request
 from engine.loop.step_loads import StepLoad, StepLoads
+from engine.loop.store_checks import StoreCheck, StoreChecks
 from kvtiers.host_pool import HostPool, PageName
 from kvtiers.transfer import Move, MoveKind, TransferEngine
 from kvtiers.verify import Checked, verify_l2, verify_l3
@@ -99,6 +100,7 @@ class TierPlane:
         self._wake = wake
         self._in_flight: dict[int, Move] = {}
         self._step_loads = StepLoads(num_layers, lambda *load: self._transfers.load_layers(*load))
+        self._checks = StoreChecks(transfers, names)
         self._num_acks = 0
         self._probes: deque[ProbeDone] = deque()  # answers; append and popleft are atomic
         self._num_probes = 0  # asked, and not told to the scheduler
@@ -117,7 +119,7 @@ class TierPlane:
 
     @property
     def num_acks(self) -> int:
-        """Tickets acked since the start: what changed, somebody may wait for."""
+        """Tickets acked and checks done since the start: what changed, somebody may wait for."""
         return self._num_acks
 
     @property
@@ -170,6 +172,11 @@ class TierPlane:
                 self._name_in[move.target] = move.page_hash
             if move.kind in (MoveKind.STORE, MoveKind.FETCH):
                 self._note_l3(move.page_hash, ack.ok)
+            if move.kind is MoveKind.STORE and not ack.ok and move.name is not None:
+                self._checks.doubt(move.name.parent_hash)
+        for check in self._checks.take():
+            self._num_acks += 1
+            self._note_gone(check.gone)
         events: list[TransferAck | ProbeDone] = [
             TransferAck(ticket=ack.ticket, ok=ack.ok) for ack in acks
         ]
@@ -177,6 +184,11 @@ class TierPlane:
             events.append(self._probes.popleft())
             self._num_probes -= 1
         return events
+
+    def check_l3(self, page_hash: bytes) -> StoreCheck:
+        """Ask the store whether it has a page and all before it. What is gone by then is known to
+        be gone when the check is done: `take_acks` says so."""
+        return self._checks.ask(page_hash)
 
     def measured_costs(self) -> tuple[float, float]:
         """Microseconds that a page takes from L2 to L1, and from L3 to L2; 0: not known yet."""
@@ -267,6 +279,12 @@ class TierPlane:
             self._in_l3[page_hash] = None
             while len(self._in_l3) > MOST_L3_NAMES:
                 self._in_l3.popitem(last=False)
+
+    def _note_gone(self, page_hashes: Sequence[bytes]) -> None:
+        for page_hash in page_hashes:  # first: what is not there is not to be removed
+            self._in_l3.pop(page_hash, None)
+        if page_hashes and (num_lost := self._scheduler.lose_l3(b"".join(page_hashes))):
+            logger.info("the store let go of %d pages that it was thought to have", num_lost)
 
     def _find_name(self, page_hash: bytes) -> PageName | None:
         found = self._names.find(page_hash)
