@@ -65,6 +65,8 @@ class MooncakePage:
     parent_hash: bytes
     num_bytes: int
     used_ms: int
+    put_number: int = 0
+    """Of the puts of this engine, from 1 on; 0: it was found there."""
 
 
 @dataclass(slots=True)

@@ -50,6 +50,8 @@ class MooncakePages:
         self.writing = threading.Lock()
         self.num_evicted = 0
         self.num_orphaned = 0
+        self.num_put = 0
+        """Puts of new pages so far: what is asked now cannot know of later ones."""
         self._now_s = now_s
         self._indexing = threading.Lock()
         self._order: PageOrder[MooncakePage] = PageOrder()
@@ -110,12 +112,14 @@ class MooncakePages:
                 self._order.discard(page)
             self._is_doubtful = self._is_doubtful or not is_all
 
-    def note_missing(self, keys: Iterable[str]) -> None:
-        """These are not there. Where they should be, somebody else lets pages go."""
+    def note_missing(self, keys: Iterable[str], num_put: int) -> None:
+        """These were not there when so many had been put. Where they should have been, somebody
+        else lets pages go."""
         with self._indexing:
             for page in self._find(keys):
-                self._order.lose(page)
-                self._is_doubtful = True
+                if page.put_number <= num_put:
+                    self._order.lose(page)
+                    self._is_doubtful = True
 
     def note_refused(self, keys: Iterable[str]) -> None:
         """These were not put after all."""
@@ -147,7 +151,9 @@ class MooncakePages:
                 if hashed not in self._order:
                     self._put_since += size
                     self._put_own += 1
-                    self._order.add(MooncakePage(key, hashed, parent, size, now_ms))
+                    self.num_put += 1
+                    page = MooncakePage(key, hashed, parent, size, now_ms, self.num_put)
+                    self._order.add(page)
             self._order.touch(hashes, proves=False)
 
     def make_room(

@@ -98,10 +98,11 @@ class MooncakeStore:
         unique = list(dict.fromkeys(keys))
         if client is None or not unique:
             return 0
+        num_put = self._pages.num_put
         answers = self._connection.ask(lambda: client.exist(unique, self._limits.call_s))
         present = {key for key, answer in zip(unique, answers, strict=False) if answer == 1}
         self._pages.note_missing(
-            key for key, answer in zip(unique, answers, strict=False) if answer == 0
+            (key for key, answer in zip(unique, answers, strict=False) if answer == 0), num_put
         )
         return next((at for at, key in enumerate(keys) if key not in present), len(keys))
 
@@ -260,6 +261,7 @@ class MooncakeStore:
         """Read these positions, each key once: a key twice in one call reads wrong bytes."""
         first = {keys[at]: at for at in reversed(positions)}
         waiting = list(first)
+        num_put = self._pages.num_put
         while waiting:
             buffers = [views[first[key]] for key in waiting]
             timeout_s = self._limits.of(sum(map(len, buffers)))
@@ -269,7 +271,7 @@ class MooncakeStore:
             for key, buffer, length in zip(waiting, buffers, lengths, strict=False):
                 if length == NOT_READ and len(lengths) > 1:
                     length = next(iter(self._read(client, [key], [buffer], timeout_s)), NOT_FOUND)
-                hits[first[key]] = self._is_right(client, key, buffer, length)
+                hits[first[key]] = self._is_right(client, key, buffer, length, num_put)
             waiting = waiting[len(lengths) :]
         for at in positions:
             if at != first[keys[at]] and len(views[at]) == len(views[first[keys[at]]]):
@@ -285,12 +287,14 @@ class MooncakeStore:
             partial(client.get, keys, into, timeout_s), OTHER_LENGTH, NOT_READ
         )
 
-    def _is_right(self, client: MooncakeClient, key: str, buffer: memoryview, length: int) -> bool:
+    def _is_right(
+        self, client: MooncakeClient, key: str, buffer: memoryview, length: int, num_put: int
+    ) -> bool:
         if length == len(buffer) and verify(buffer, key, self._layout):
             unstamp(buffer)
             return True
         if length == NOT_FOUND:
-            self._pages.note_missing([key])
+            self._pages.note_missing([key], num_put)
         elif length in (len(buffer), NOT_READ):
             self._count(bad_reads=1)
             # It would stay what it is for ever: a put of a key that is there changes nothing.

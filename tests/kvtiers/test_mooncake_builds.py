@@ -272,3 +272,27 @@ def test_pages_that_could_not_be_removed_still_count(
     assert store.remove(KEYS) == num_removed
     assert store.status().num_objects == 12 - num_removed == len(objects)
     assert store.status().used_bytes == len(objects) * SIZE
+
+
+@pytest.mark.parametrize("method", ["batch_is_exist", "batch_get_into"])
+def test_a_page_that_is_put_while_it_is_asked_for_is_there(
+    objects: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
+) -> None:
+    use(monkeypatch, PartsLibrary)
+    store = open_store(tmp_path)
+    asked = getattr(Library, method)
+
+    def slow(self: Library, keys: list[str], *more: list[int]) -> list[int]:
+        codes: list[int] = asked(self, keys, *more)
+        monkeypatch.setattr(Library, method, asked)
+        assert store.put(KEYS[:2], pages(KEYS[:2])) == [True] * 2
+        return codes
+
+    monkeypatch.setattr(Library, method, slow)
+    if method == "batch_is_exist":
+        assert store.probe(KEYS) == 0
+    else:
+        assert read(store, KEYS) == [False] * 12
+    assert store.status().num_objects == len(objects) == 2
+    assert store.put(KEYS[2:], pages(KEYS[2:]), KEYS[1:-1]) == [True] * 10
+    assert read(store, KEYS) == [True] * 12

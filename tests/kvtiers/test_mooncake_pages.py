@@ -235,7 +235,7 @@ def test_what_lost_its_head_goes_sooner_or_later(mooncake: FakeMooncake) -> None
     keys = chain("s", 20)
     engine.put(keys)
     del mooncake.objects[keys[3]]
-    engine.pages.note_missing([keys[3]])
+    engine.pages.note_missing([keys[3]], engine.pages.num_put)
     mooncake.answers = False
     engine.put(["ns/a"])
     assert orphans(mooncake, [keys]) == keys[4:]
@@ -253,9 +253,9 @@ def test_an_answer_that_says_nothing_is_not_taken_for_a_page_that_is_gone(
     engine = Engine(mooncake, MooncakeEndpoints(owner="o", capacity_bytes=100 * SIZE))
     keys = chain("s", 20)
     engine.put(keys)
-    engine.pages.note_missing(["ns/never"])
+    engine.pages.note_missing(["ns/never"], engine.pages.num_put)
     del mooncake.objects[keys[10]]
-    engine.pages.note_missing([keys[10]])
+    engine.pages.note_missing([keys[10]], engine.pages.num_put)
     monkeypatch.setattr(
         mooncake, "exist", lambda some: [-703 if key == keys[5] else 1 for key in some]
     )
@@ -308,7 +308,7 @@ def test_without_the_master_an_engine_keeps_to_what_its_machine_lends(
         mooncake.now_s += 2
         if number == 6:
             del mooncake.objects[sessions[5][4]]
-            engine.pages.note_missing([sessions[5][4]])
+            engine.pages.note_missing([sessions[5][4]], engine.pages.num_put)
         assert engine.put(keys) == 12
         assert len(mooncake.objects) <= 50
         assert orphans(mooncake, sessions) == []
