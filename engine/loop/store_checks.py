@@ -28,6 +28,7 @@ class StoreCheck:
     def __init__(self) -> None:
         self.is_done = False
         self.gone: Sequence[bytes] = ()
+        self.stored: set[bytes] = set()  # while it was under way: it may not know of these
 
 
 class StoreChecks:
@@ -43,6 +44,7 @@ class StoreChecks:
         self._names = names
         self._now_s = now_s
         self._answered: deque[StoreCheck] = deque()  # append and popleft are atomic
+        self._under_way: list[StoreCheck] = []
         self._doubted: StoreCheck | None = None
         self._doubt_again_s = -1e9
 
@@ -60,8 +62,14 @@ class StoreChecks:
                 check.gone = hashes[num_found:]
             self._answered.append(check)
 
+        self._under_way.append(check)
         self._transfers.probe(hashes, answer)
         return check
+
+    def note_stored(self, page_hash: bytes) -> None:
+        """The store took a page just now."""
+        for check in self._under_way:
+            check.stored.add(page_hash)
 
     def doubt(self, page_hash: bytes) -> None:
         """Ask for it, unless that was done a moment ago: a page behind it was refused."""
@@ -74,8 +82,11 @@ class StoreChecks:
         """Those answered since the last call; they are done now."""
         checks: list[StoreCheck] = []
         while self._answered:
-            checks.append(self._answered.popleft())
-            checks[-1].is_done = True
+            check = self._answered.popleft()
+            check.gone = [page_hash for page_hash in check.gone if page_hash not in check.stored]
+            check.is_done = True
+            self._under_way.remove(check)
+            checks.append(check)
         return checks
 
     def _prefix_of(self, page_hash: bytes) -> list[bytes]:

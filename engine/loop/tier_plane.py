@@ -172,7 +172,9 @@ class TierPlane:
                 self._name_in[move.target] = move.page_hash
             if move.kind in (MoveKind.STORE, MoveKind.FETCH):
                 self._note_l3(move.page_hash, ack.ok)
-            if move.kind is MoveKind.STORE and not ack.ok and move.name is not None:
+            if move.kind is MoveKind.STORE and ack.ok:
+                self._checks.note_stored(move.page_hash)
+            elif move.kind is MoveKind.STORE and move.name is not None:
                 self._checks.doubt(move.name.parent_hash)
         for check in self._checks.take():
             self._num_acks += 1

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
+import pytest
 
 from engine import api
 from engine.client import EngineClient
 from engine.config import TiersConfig
+from engine.loop.page_names import PageNames
+from engine.loop.store_checks import ASK_AGAIN_S, StoreChecks
 from engine.transport import pack_ids
 from kvtiers.store import StoreState, resolve_parents
 from tests.engine.test_tiers import PAGE_SIZE, ask, make_runner, prompt_of, settled
@@ -130,3 +135,64 @@ def test_a_session_that_grows_past_what_the_store_let_go_gets_it_back_there(
         assert all(head in store.objects for head in heads if head)
 
     serve_with(tmp_path, store, work)
+
+
+class Asked:
+    """Stands for the transfers: questions to a store, not answered yet."""
+
+    def __init__(self) -> None:
+        self.store = ChainStore()
+        self.questions: list[tuple[Sequence[bytes], Callable[[int], None]]] = []
+
+    def probe(self, page_hashes: Sequence[bytes], answer: Callable[[int], None]) -> None:
+        self.questions.append((page_hashes, answer))
+
+
+def make_checks(num_pages: int) -> tuple[Asked, StoreChecks, list[bytes], list[float]]:
+    names = PageNames(page_size=PAGE_SIZE, model_fingerprint="m", most=100)
+    hashes: list[bytes] = []
+    token_ids = np.arange(PAGE_SIZE * num_pages, dtype=np.int32)
+    for num in range(1, num_pages + 1):
+        hashes.append(names.note(token_ids[: PAGE_SIZE * num], ""))
+    asked, now_s = Asked(), [0.0]
+    return asked, StoreChecks(asked, names, lambda: now_s[0]), hashes, now_s  # type: ignore[arg-type]
+
+
+def test_what_is_stored_while_the_store_is_asked_is_not_gone() -> None:
+    asked, checks, hashes, _ = make_checks(6)
+    checks.note_stored(hashes[3])
+    check = checks.ask(hashes[5])
+    ((pages, answer),) = asked.questions
+    assert list(pages) == hashes
+    checks.note_stored(hashes[4])
+    answer(2)
+    assert not check.is_done and checks.take() == [check] and check.is_done
+    assert list(check.gone) == [hashes[2], hashes[3], hashes[5]]
+    assert checks.take() == []
+
+
+@pytest.mark.parametrize("trouble", ["fails", "goes down"])
+def test_an_answer_of_a_store_that_fails_meanwhile_says_nothing(trouble: str) -> None:
+    asked, checks, hashes, _ = make_checks(3)
+    check = checks.ask(hashes[2])
+    if trouble == "fails":
+        asked.store.counters["failures"] += 1
+    else:
+        asked.store.state = StoreState.DOWN
+    asked.questions[0][1](0)
+    assert checks.take() == [check] and list(check.gone) == []
+
+
+def test_doubt_asks_once_in_a_while_and_one_question_at_a_time() -> None:
+    asked, checks, hashes, now_s = make_checks(3)
+    checks.doubt(bytes(16))
+    assert asked.questions == []
+    for _ in range(3):
+        checks.doubt(hashes[2])
+        now_s[0] += ASK_AGAIN_S
+    assert len(asked.questions) == 1
+    asked.questions[0][1](3)
+    checks.take()
+    checks.doubt(hashes[1])
+    checks.doubt(hashes[2])
+    assert [list(pages) for pages, _ in asked.questions] == [hashes, hashes[:2]]
