@@ -71,10 +71,22 @@ function say(text) {
   notice.hidden = !text;
 }
 
+const asked = new WeakMap(); // dialog -> what ends its open question
+
 function answerOf(dialog) {
+  asked.get(dialog)?.(); // closed, but its event has not come yet
   dialog.returnValue = "";
   dialog.showModal();
-  return new Promise((done) => dialog.addEventListener("close", () => done(dialog.returnValue === "ok"), { once: true }));
+  return new Promise((done) => {
+    const end = () => {
+      if (dialog.open) return; // the late event of an earlier question
+      dialog.removeEventListener("close", end);
+      asked.delete(dialog);
+      done(dialog.returnValue === "ok");
+    };
+    asked.set(dialog, end);
+    dialog.addEventListener("close", end);
+  });
 }
 
 async function askKey(why) {

@@ -106,6 +106,27 @@ def test_a_turn_is_cancelled_and_a_session_deleted_after_a_question(
     assert page.complaints == []
 
 
+def test_a_question_asked_while_the_one_before_is_closing_gets_its_own_answer(
+    app: RunningApp, page: BrowserPage
+) -> None:
+    """A dialog's close event comes later than the dialog closes."""
+    session_id = app.session()
+    page.go(f"{app.url}/dashboard#session/{session_id}")
+    page.click("#delete")
+    page.until("document.getElementById('confirm-dialog').open")
+    page.run(
+        """new Promise((done) => {
+          const dialog = document.getElementById("confirm-dialog");
+          dialog.close("cancel");
+          document.getElementById("delete").click();
+          dialog.addEventListener("close", () => setTimeout(done), { once: true });
+        })"""
+    )
+    page.click("#confirm-dialog[open] button[value=ok]")
+    page.until("location.hash === '#sessions' && document.getElementById('rows')")
+    assert app.get(f"/v1/sessions/{session_id}").status_code == 404
+
+
 def test_a_key_is_asked_for_and_a_tenant_s_shows_what_it_may(
     tmp_path: Path, page: BrowserPage
 ) -> None:
