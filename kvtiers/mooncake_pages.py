@@ -57,6 +57,7 @@ class MooncakePages:
         self._order: PageOrder[MooncakePage] = PageOrder()
         self._endpoints = MooncakeEndpoints(owner="")
         self._usage: MooncakeUsage | None = None
+        self._last_usage = MooncakeUsage()  # of this connection; a silent master holds no less
         self._other_bytes = 0
         self._other_objects = 0
         self._put_since = 0
@@ -90,17 +91,16 @@ class MooncakePages:
     @property
     def limit_bytes(self) -> int:
         """What all pages may take, of all engines where the master says what it has."""
-        usage, told = self._usage, self._endpoints
+        usage, told = self._last_usage, self._endpoints
         if told.has_disk:
-            disk_bytes = usage.disk_capacity if usage is not None else 0
-            return int(DISK_SHARE * (disk_bytes or told.disk_bytes))
-        memory_bytes = usage.memory_capacity if usage is not None else 0
-        return int(MEMORY_SHARE * (memory_bytes or told.capacity_bytes))
+            return int(DISK_SHARE * (usage.disk_capacity or told.disk_bytes))
+        return int(MEMORY_SHARE * (usage.memory_capacity or told.capacity_bytes))
 
     def forget_all(self) -> None:
         with self._indexing:
             self._order = PageOrder()
             self._usage = None
+            self._last_usage = MooncakeUsage()
             self._other_bytes = self._other_objects = self._put_since = 0
             self._strangers = set()
             self._put_by_then = None
@@ -225,7 +225,7 @@ class MooncakePages:
         self._is_said = False
         used = usage.disk_bytes if told.has_disk else usage.memory_bytes
         with self._indexing:
-            self._usage = usage
+            self._usage = self._last_usage = usage
             self._put_since = 0
             self._other_bytes = max(0, used - self._order.live_bytes)
             self._other_objects = max(0, usage.num_objects - len(self._order))

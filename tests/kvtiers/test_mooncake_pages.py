@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from kvtiers.mooncake_endpoints import MooncakeEndpoints, MooncakeUsage
 from kvtiers.mooncake_heads import OTHER_LENGTH
-from kvtiers.mooncake_pages import MEMORY_SHARE, SWEEP_S, MooncakePages
+from kvtiers.mooncake_pages import DISK_SHARE, MEMORY_SHARE, SWEEP_S, MooncakePages
 from kvtiers.objects import HEADER_BYTES, key_hash, object_bytes, stamp
 from kvtiers.page_order import NO_PARENT
 from tests.fakes.stored_pages import chain, page
@@ -313,3 +314,39 @@ def test_without_the_master_an_engine_keeps_to_what_its_machine_lends(
         assert len(mooncake.objects) <= 50
         assert orphans(mooncake, sessions) == []
     assert engine.pages.num_orphaned == 7
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_a_master_that_is_silent_for_a_while_is_not_taken_for_a_small_store(
+    mooncake: FakeMooncake, monkeypatch: pytest.MonkeyPatch, has_disk: bool
+) -> None:
+    """Each machine lends a quarter of what the master has."""
+    share = int(ROOM * SIZE / 4)
+    told = MooncakeEndpoints(
+        owner="o", metrics="m", capacity_bytes=share, disk_bytes=share, has_disk=has_disk
+    )
+    full = int(ROOM * SIZE / DISK_SHARE) + 1
+
+    def usage(metrics: str) -> MooncakeUsage:
+        counted = mooncake.usage(metrics)
+        return replace(counted, disk_bytes=counted.memory_bytes, disk_capacity=full)
+
+    def refuse(metrics: str) -> MooncakeUsage:
+        raise TimeoutError
+
+    monkeypatch.setattr("kvtiers.mooncake_pages.read_usage", usage)
+    old = chain("old", 60)
+    Engine(mooncake, told).put(old)
+    engine = Engine(mooncake, told)
+    assert engine.put(chain("own", 38)) == 38
+    mooncake.now_s += 60
+    assert engine.put(chain("more", 6)) == 6  # for which all that is there had to be known
+    num_before, num_evicted = len(mooncake.objects), engine.pages.num_evicted
+    monkeypatch.setattr("kvtiers.mooncake_pages.read_usage", refuse)
+    mooncake.now_s += 60
+    assert engine.put(["ns/one"]) == 1
+    assert engine.pages.num_evicted == num_evicted
+    assert len(mooncake.objects) == num_before + 1
+    assert engine.put(chain("new", 12)) == 12
+    assert 0.9 * ROOM <= len(mooncake.objects) <= ROOM
+    assert orphans(mooncake, [old]) == []
