@@ -22,11 +22,15 @@ from engine.execution.folding import (
     usable_forms,
 )
 from engine.execution.host_ring import HostRing
+from kernels import selection
 from kernels.errors import KernelInputError
 from kernels.fixed_order import FIXED_ORDER
 from kernels.ops.mla import mla_absorb
 from kernels.ops.mla_decode_form import FoldForm, fold_forms
-from kernels.selection import override
+from kernels.platform import Capability
+from kernels.selection import explain_selection, override
+from kernels.signature import CallSignature
+from kernels.triton import mla, mla_fp8
 from tests.fakes.attention_by_hand import attention_by_hand
 from tests.fakes.folded_layers import FoldedLayers
 
@@ -148,6 +152,35 @@ def test_forms_fill_tiles_of_query_rows() -> None:
         assert forms(4, fp8=True) == [8]
         assert forms(32, fp8=True) == []
     assert FIXED_ORDER["mla_decode_form"] == "rows"  # engine.deterministic
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8_planes"])
+@pytest.mark.parametrize(
+    ("sm", "dims", "form"),
+    [
+        ((9, 0), (16, 512, 64), "folded_on_hopper"),
+        ((10, 0), (16, 512, 64), "rows"),
+        ((8, 0), (16, 512, 64), "rows"),
+        ((9, 0), (16, 256, 64), "rows"),
+    ],
+)
+def test_rows_are_folded_unasked_where_the_kernels_run_whose_costs_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+    kv: str,
+    sm: tuple[int, int],
+    dims: tuple[int, int, int],
+    form: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: sm)
+    monkeypatch.setattr(selection, "capability_of", lambda device: Capability(device=device, sm=sm))
+    for module in (mla, mla_fp8):
+        monkeypatch.setattr(module, "HAS_GLUON_HOPPER", True)
+    names = ("num_heads", "latent_dim", "rope_dim")
+    pool = (("page_size", 64), ("page_stride_rows_exact", kv == "bf16"))
+    traits = (*zip(names, dims, strict=True), *pool)
+    call = CallSignature("mla_decode_form", "cuda", (("q", "bf16"), ("kv", kv)), traits)
+    chosen = explain_selection(call).chosen
+    assert chosen is not None and chosen.name == form
 
 
 def test_only_forms_that_a_step_can_gain_by_are_captured() -> None:
