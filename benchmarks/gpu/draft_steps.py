@@ -27,6 +27,7 @@ import torch
 from benchmarks.gpu.shapes import SHAPES, write_shape
 from benchmarks.gpu.steps import Steps, fill_pool, measure_decode, tiny_runner
 from engine.config import TOKENS_WITH_DRAFTS, EngineConfig
+from engine.execution import decode_inputs
 from engine.execution.decode_inputs import DecodeInputs
 from engine.execution.graphs import GraphSet
 from engine.execution.model_runner import build_model_runner
@@ -87,13 +88,10 @@ def measure(
 ) -> dict[str, Any]:
     """One case in all forms, by turns; the best of each form's rounds."""
     rounds: dict[int, list[float]] = {q_len: [] for q_len in forms_of(inputs, drafts)}
-    try:
-        for _ in range(ROUNDS):
-            for q_len, times in rounds.items():
-                inputs.only = frozenset({q_len} - {1})
+    for _ in range(ROUNDS):
+        for q_len, times in rounds.items():
+            with mock.patch.object(decode_inputs, "choose_q_len", lambda *_, q_len=q_len: q_len):
                 times.append(measure_decode(steps, rows, context, num_steps, drafts)["forward_ms"])
-    finally:
-        inputs.only = None
     best = {q_len: min(times) for q_len, times in rounds.items()}
     return {
         "case": "drafts",

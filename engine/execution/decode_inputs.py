@@ -54,7 +54,6 @@ class DecodeInputs:
         self._forms = {
             size: usable_forms(forms, size, longest_chain) if size <= most else () for size in sizes
         }
-        self.only: frozenset[int] | None = None  # q_lens that may be chosen, for measurements
 
     def q_lens(self, size: int) -> tuple[int, ...]:
         """What rows of a step of this size may be folded to; 1: not at all."""
@@ -83,8 +82,6 @@ class DecodeInputs:
 
     def _fold(self, batch: ForwardBatch, columns: NDArray[Any], size: int) -> int:
         forms = self._forms[size]
-        if self.only is not None:
-            forms = tuple(form for form in forms if form.q_len in self.only)
         if not forms:
             return 1
         chains = chains_of(batch)

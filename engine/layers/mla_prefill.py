@@ -78,7 +78,7 @@ def prefill_values(
     runs = work.keep("prefill runs", lambda: _runs(q_THD, weights, rows, kv_pool_layer))
     if out_TO is None:
         if len(runs) == 1 and runs[0].absorbed is None:
-            args = (rows, kv_pool_layer, cos_sin, softmax_scale, runs[0].own_work or work)
+            args = (rows, kv_pool_layer, cos_sin, softmax_scale, work)
             return _expanded(runs[0], q_THD, kv_TC, weights, *args)
         out_TO = q_THD.new_empty(q_THD.shape[0], weights.w_uv.shape[0] * weights.w_uv.shape[1])
     for run in runs:

@@ -18,7 +18,7 @@ Gluon has no interpreter: checked against the reference on a GPU, compiled for s
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, gl, gluon, hopper
-from kernels.triton.mla_fp8_tiles import convert, next_row, produce, scales_of
+from kernels.triton.mla_fp8_tiles import convert, first_row, next_row, produce, scales_of, store_run
 from kernels.triton.quick_launch import quick_launch
 
 mbarrier = hopper.mbarrier
@@ -119,13 +119,7 @@ def _compute(
     scaled_token = gl.arange(0, TILE, layout=gl.SliceLayout(1, terms_layout))
     d = gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     gdc_wait()
-    record = plan + part * 8
-    b = gl.load(record)
-    tile = gl.load(record + 1)
-    remaining = gl.load(record + 2)
-    num_tiles = gl.load(record + 3)
-    slot = gl.load(record + 4)
-    page = gl.load(record + 5)
+    b, tile, remaining, num_tiles, slot, page, _ = first_row(plan, part)
     stop = gl.minimum(num_tiles, tile + remaining)
     step = 0
     zero = gl.zeros([TILE, N], gl.float32, layout=layout)
@@ -201,22 +195,24 @@ def _compute(
             mbarrier.arrive(kv_empty.index(here), count=1)
             mbarrier.arrive(rope_empty.index(here), count=1)
             step += 1
-        l_i = gl.sum(sums, axis=0)
-        inv = 1.0 / gl.where(l_i > 0.0, l_i, 1.0)  # no KV: the output is zero anyway
-        lo = lo * inv[None, :]
-        hi = hi * inv[None, :]
-        keep = (rows < ROWS)[None, :]
-        if (stop - tile) == num_tiles:
-            at = (b.to(gl.int64) * ROWS + rows)[None, :] * D + d[:, None]
-            gl.store(out + at, lo.to(out.dtype.element_ty), mask=keep)
-            gl.store(out + at + HALF, hi.to(out.dtype.element_ty), mask=keep)
-        else:
-            row_at = (part + b).to(gl.int64) * ROWS_PAD + rows
-            at = row_at[None, :] * D + d[:, None]
-            gl.store(partial_out + at, lo, mask=keep)
-            gl.store(partial_out + at + HALF, hi, mask=keep)
-            lse = gl.where(l_i > 0.0, m_i + gl.log2(l_i), float("-inf"))
-            gl.store(partial_lse + row_at, lse, mask=rows < ROWS)
+        is_whole = (stop - tile) == num_tiles
+        store_run(
+            lo,
+            hi,
+            m_i,
+            sums,
+            is_whole,
+            part,
+            b,
+            rows,
+            d,
+            out,
+            partial_out,
+            partial_lse,
+            ROWS,
+            D,
+            ROWS_PAD,
+        )
         remaining -= stop - tile
         b += 1
         tile = 0

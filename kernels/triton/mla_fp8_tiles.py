@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of fp8 planes for Hopper MLA decode: the TMA producer and the converting warpgroup.
+"""What Hopper's MLA decode kernels over fp8 planes share: the TMA producer, the converting
+warpgroup, and how a part finds its rows and stores what it has of one.
 
 Owns: a part's run of tiles (see mla_plan.py), from pages to codes, rope parts and bf16 tiles in
 shared memory. Does not know: what is computed from them (mla_decode_fp8*.py).
@@ -41,6 +42,23 @@ def code_layout():
         warp_bases=[[8, 0], [16, 0]],
         block_bases=[],
         shape=[64, 128],
+    )
+
+
+@gluon.jit
+def first_row(plan, part):
+    """Of a part: its first row, the tile it begins with there, how many tiles it takes in all; of
+    that row its tiles, its slot, the page of that first tile, and how many tiles are of earlier
+    steps (mla_plan.py)."""
+    record = plan + part * 8
+    return (
+        gl.load(record),
+        gl.load(record + 1),
+        gl.load(record + 2),
+        gl.load(record + 3),
+        gl.load(record + 4),
+        gl.load(record + 5),
+        gl.load(record + 6),
     )
 
 
@@ -113,14 +131,7 @@ def produce(
 ):
     """Before the previous kernel's end (which writes this step's KV) only tiles of earlier steps
     are loaded; plan, lengths and page table are older than that kernel (see mla.py)."""
-    record = plan + part * 8
-    b = gl.load(record)
-    tile = gl.load(record + 1)
-    remaining = gl.load(record + 2)
-    num_tiles = gl.load(record + 3)
-    slot = gl.load(record + 4)
-    page = gl.load(record + 5)
-    settled = gl.load(record + 6)
+    b, tile, remaining, num_tiles, slot, page, settled = first_row(plan, part)
     stop = gl.minimum(num_tiles, tile + remaining)
     step = 0
     num_early = gl.maximum(gl.minimum(gl.minimum(stop, tile + ROPES), settled) - tile, 0)
@@ -194,14 +205,7 @@ def convert(
     A tile's scales are asked for while the one before is converted."""
     layout: gl.constexpr = code_layout()
     token = gl.arange(0, TILE, layout=gl.SliceLayout(1, layout))
-    record = plan + part * 8
-    b = gl.load(record)
-    tile = gl.load(record + 1)
-    remaining = gl.load(record + 2)
-    num_tiles = gl.load(record + 3)
-    slot = gl.load(record + 4)
-    page = gl.load(record + 5)
-    settled = gl.load(record + 6)
+    b, tile, remaining, num_tiles, slot, page, settled = first_row(plan, part)
     stop = gl.minimum(num_tiles, tile + remaining)
     step = 0
     num_early = gl.maximum(gl.minimum(gl.minimum(stop, tile + ROPES), settled) - tile, 0)
@@ -260,3 +264,42 @@ def convert(
             num_tiles, stop = next_row(plan, b, remaining, NUM_PARTS)
             slot = gl.load(row_slots + b)
             page = gl.load(page_table + slot.to(gl.int64) * page_table_stride)
+
+
+@gluon.jit
+def store_run(
+    lo,
+    hi,
+    m_i,
+    sums,
+    is_whole,
+    part,
+    b,
+    rows,
+    d,
+    out,
+    partial_out,
+    partial_lse,
+    ROWS: gl.constexpr,
+    D: gl.constexpr,
+    ROWS_PAD: gl.constexpr,
+):
+    """What a part has of row b, O^T in halves [D / 2, query rows], its maxima and its sums by token
+    and query row: the row's result where the part had all of it, else a partial one."""
+    HALF: gl.constexpr = D // 2
+    l_i = gl.sum(sums, axis=0)
+    inv = 1.0 / gl.where(l_i > 0.0, l_i, 1.0)  # no KV: the output is zero anyway
+    lo = lo * inv[None, :]
+    hi = hi * inv[None, :]
+    keep = (rows < ROWS)[None, :]
+    if is_whole:
+        at = (b.to(gl.int64) * ROWS + rows)[None, :] * D + d[:, None]
+        gl.store(out + at, lo.to(out.dtype.element_ty), mask=keep)
+        gl.store(out + at + HALF, hi.to(out.dtype.element_ty), mask=keep)
+    else:
+        row_at = (part + b).to(gl.int64) * ROWS_PAD + rows
+        at = row_at[None, :] * D + d[:, None]
+        gl.store(partial_out + at, lo, mask=keep)
+        gl.store(partial_out + at + HALF, hi, mask=keep)
+        lse = gl.where(l_i > 0.0, m_i + gl.log2(l_i), float("-inf"))
+        gl.store(partial_lse + row_at, lse, mask=rows < ROWS)

@@ -23,12 +23,11 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.device_clock import DeviceStream
 from engine.execution.device_launcher import DeviceLauncher, buckets_up_to
 from engine.execution.device_runner import DeviceModelRunner
-from engine.execution.model_loading import load_model
 from engine.execution.model_runner import build_model_runner
 from engine.execution.steps import Step
 from engine.sampling.params import RowSampling, SampleBatch
 from kernels.selection import override
-from kvtiers.device_pool import DevicePool
+from tests.fakes.device_runner import device_runner
 from tests.fakes.folded_layers import count_folds
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
 from tests.fakes.paged_driver import PagedDriver
@@ -61,28 +60,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 def _device_runner(config: EngineConfig, form: str = "rows") -> DeviceModelRunner:
-    with override("mla_decode_form", form):
-        return _built(config)
-
-
-def _built(config: EngineConfig) -> DeviceModelRunner:
     torch.set_num_threads(1)
-    loaded = load_model(config)
-    layout = loaded.model.kv_layout(_PAGE, "float32")
-    runner = DeviceModelRunner(
-        loaded.model,
-        DevicePool(layout, _PAGES + 1, torch.device("cpu")),
-        max_slots=_SLOTS,
-        max_rows=config.rows_per_step,
-        max_tokens=64,
-        max_context_len=512,
-        model_fingerprint="tiny",
-        eager=False,
-        drafted_tokens=config.drafted_tokens,
-        longest_chain=config.longest_chain,
-    )
-    runner.warm_up()
-    return runner
+    with override("mla_decode_form", form):
+        return device_runner(config)
 
 
 def _ids(num: int, seed: int) -> list[int]:

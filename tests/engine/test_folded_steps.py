@@ -14,10 +14,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.execution.device_runner import DeviceModelRunner
-from engine.execution.model_loading import load_model
 from engine.execution.model_runner import build_model_runner
 from kernels.selection import override
-from kvtiers.device_pool import DevicePool
+from tests.fakes.device_runner import device_runner
 from tests.fakes.folded_layers import count_folds
 from tests.fakes.paged_driver import PagedDriver, Row
 from tests.fakes.tiny_deepseek import VOCAB_SIZE, write_tiny_deepseek
@@ -49,22 +48,8 @@ def _config(directory: Path, num_heads: int = 4) -> EngineConfig:
 
 
 def _device_runner(config: EngineConfig, form: str) -> DeviceModelRunner:
-    loaded = load_model(config)
     with override("mla_decode_form", form):
-        runner = DeviceModelRunner(
-            loaded.model,
-            DevicePool(loaded.model.kv_layout(_PAGE, "float32"), _PAGES + 1, torch.device("cpu")),
-            max_slots=_SLOTS,
-            max_rows=config.rows_per_step,
-            max_tokens=64,
-            max_context_len=512,
-            model_fingerprint="tiny",
-            eager=True,
-            drafted_tokens=config.drafted_tokens,
-            longest_chain=config.longest_chain,
-        )
-    runner.warm_up()
-    return runner
+        return device_runner(config, eager=True)
 
 
 def _ids(rng: random.Random, num: int) -> list[int]:

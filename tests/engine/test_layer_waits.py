@@ -16,15 +16,13 @@ import torch
 from engine.client import EngineClient
 from engine.config import EngineConfig, TiersConfig
 from engine.execution.batch import ModelRunner
-from engine.execution.device_runner import DeviceModelRunner
-from engine.execution.model_loading import load_model
 from engine.execution.model_runner import build_model_runner
 from engine.loop.server import EngineServer
 from engine.transport import pack_ids
 from kvtiers.device_memory import HostMemory, Incoming
-from kvtiers.device_pool import DevicePool
 from kvtiers.layered_load import Fence, LayeredLoad
 from tests.engine.test_tiers import settled
+from tests.fakes.device_runner import device_runner
 from tests.fakes.live_engine import LiveEngine, make_request, run, serve
 from tests.fakes.tiny_deepseek import write_tiny_deepseek
 from tests.fakes.tiny_model import write_tiny_model
@@ -60,20 +58,7 @@ def one_thread() -> Iterator[None]:
 def make_runner(config: EngineConfig, kind: str) -> ModelRunner:
     if kind == "host":
         return build_model_runner(config)
-    loaded = load_model(config)
-    layout = loaded.model.kv_layout(PAGE, "float32")
-    runner = DeviceModelRunner(
-        loaded.model,
-        DevicePool(layout, PAGES + 1, torch.device("cpu")),
-        max_slots=SLOTS,
-        max_rows=config.rows_per_step,
-        max_tokens=64,
-        max_context_len=256,
-        model_fingerprint="tiny",
-        eager=False,
-    )
-    runner.warm_up()
-    return runner
+    return device_runner(config)
 
 
 @pytest.mark.parametrize(

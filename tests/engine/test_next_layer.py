@@ -21,12 +21,11 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.batch import ForwardBatch
 from engine.execution.device_runner import DeviceModelRunner
-from engine.execution.model_loading import load_model
 from engine.execution.model_runner import PagedModelRunner, build_model_runner
 from engine.execution.steps import Step
 from engine.sampling.params import RowSampling, SampleBatch
 from kernels.selection import override
-from kvtiers.device_pool import DevicePool
+from tests.fakes.device_runner import device_runner
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
 from tests.fakes.paged_driver import PagedDriver
 from tests.fakes.tiny_deepseek import CONFIG, write_tiny_deepseek
@@ -187,22 +186,7 @@ def _folding_host(config: EngineConfig) -> Any:
 
 
 def _device_runner(config: EngineConfig) -> DeviceModelRunner:
-    """A GPU's launcher, on the CPU."""
-    loaded = load_model(config)
-    runner = DeviceModelRunner(
-        loaded.model,
-        DevicePool(loaded.model.kv_layout(16, "float32"), 129, torch.device("cpu")),
-        max_slots=config.max_slots,
-        max_rows=config.rows_per_step,
-        max_tokens=64,
-        max_context_len=256,
-        model_fingerprint="tiny",
-        eager=True,
-        drafted_tokens=config.drafted_tokens,
-        longest_chain=config.longest_chain,
-    )
-    runner.warm_up()
-    return runner
+    return device_runner(config, eager=True)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ import torch
 from engine.config import EngineConfig
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.graphs import GraphSet
-from engine.execution.model_loading import load_model
 from engine.execution.prefill_pieces import piece_sizes
-from kvtiers.device_pool import DevicePool
+from tests.fakes.device_runner import device_runner
 from tests.fakes.paged_driver import PagedDriver
 from tests.fakes.tiny_deepseek import VOCAB_SIZE, write_tiny_deepseek
 
@@ -44,21 +43,11 @@ def _runner(
         device="cpu",
         num_threads=1,
         page_size=_PAGE,
-        max_context_len=512,
-    )
-    loaded = load_model(config)
-    runner = DeviceModelRunner(
-        loaded.model,
-        DevicePool(loaded.model.kv_layout(_PAGE, "float32"), _PAGES + 1, torch.device("cpu")),
+        kv_pool_tokens=_PAGE * _PAGES,
         max_slots=4,
-        max_rows=4,
-        max_tokens=_TOKENS,
         max_context_len=512,
-        model_fingerprint="tiny",
-        eager=eager,
-        prefill_graphs=pieces,
     )
-    runner.warm_up()
+    runner = device_runner(config, eager=eager, prefill_graphs=pieces, max_tokens=_TOKENS)
     runner.kv_pool.zero_()
     return runner
 

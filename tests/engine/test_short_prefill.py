@@ -16,15 +16,14 @@ import torch
 from benchmarks.gpu.prefill_layer import LayerSizes, PrefillLayers
 from engine.config import EngineConfig
 from engine.execution.device_runner import DeviceModelRunner
-from engine.execution.model_loading import load_model
 from engine.layers import mla_prefill
 from kernels import mla_workspace
 from kernels.fixed_order import FIXED_ORDER
 from kernels.ops.mla_prefill_form import absorbs_prefill
 from kernels.selection import override
 from kernels.step_work import StepWork
-from kvtiers.device_pool import DevicePool
 from tests.fakes.attention_by_hand import attention_by_hand
+from tests.fakes.device_runner import device_runner
 from tests.fakes.paged_driver import PagedDriver
 from tests.fakes.tiny_deepseek import VOCAB_SIZE, write_tiny_deepseek
 
@@ -157,22 +156,11 @@ def _runner(directory: Path, *, pieces: bool) -> DeviceModelRunner:
         device="cpu",
         num_threads=1,
         page_size=16,
-        max_context_len=512,
-    )
-    loaded = load_model(config)
-    runner = DeviceModelRunner(
-        loaded.model,
-        DevicePool(loaded.model.kv_layout(16, "float32"), 161, torch.device("cpu")),
+        kv_pool_tokens=2560,
         max_slots=5,
-        max_rows=5,
-        max_tokens=300,
         max_context_len=512,
-        model_fingerprint="tiny",
-        eager=False,
-        prefill_graphs=pieces,
     )
-    runner.warm_up()
-    return runner
+    return device_runner(config, prefill_graphs=pieces, max_tokens=300)
 
 
 @pytest.mark.parametrize("pieces", [False, True])
