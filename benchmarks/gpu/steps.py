@@ -49,6 +49,9 @@ PREFILL = (
     (4096, 61440),
     (8192, 57344),
 )
+PROFILED_DECODE = ((1, 65536), (8, 32768), (16, 65536))
+# (new, cached, decode rows beside it)
+PROFILED_PREFILL = ((800, 65536, 0), (800, 32768, 7), (4096, 0, 0), (4096, 61440, 0))
 COLD_TOKENS = 65536
 COLD_STEPS = (2048, 4096, 8192)
 PAGE = 64
@@ -194,18 +197,11 @@ def profile_decode(steps: Steps, num_rows: int, context: int) -> dict[str, Any]:
             if len(under_way) == 2:
                 under_way.popleft()()
         under_way.popleft()()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events() or []
-        if event.time_range.end > event.time_range.start
-    )
+    spans = kernel_spans(profiler)
     spans = spans[len(spans) // 6 : -len(spans) // 6]  # the steps in the middle
-    busy_us, reached = 0.0, spans[0][0]
     by_name: dict[str, list[float]] = {}
     in_layer: Counter[str] = Counter()  # a kernel's second launch in a layer is another product
     for start, end, name in spans:
-        busy_us += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
         if name == LAYER_BEGINS:
             in_layer.clear()
         in_layer[name] += 1
@@ -216,9 +212,53 @@ def profile_decode(steps: Steps, num_rows: int, context: int) -> dict[str, Any]:
         "case": "profile",
         "rows": num_rows,
         "context": context,
-        "idle_share": round(1 - busy_us / (reached - spans[0][0]), 4),
+        "idle_share": idle_share(spans),
         "kernels": {name: [len(t), round(float(np.median(t)), 2)] for name, t in most},
     }
+
+
+def profile_prefill(steps: Steps, new: int, past: int, decode_rows: int) -> dict[str, Any]:
+    """Where the time of a chunk goes that has `decode_rows` rows at its context beside it.
+
+    `kernels` says launches and milliseconds in all, of one step.
+    """
+    lens = [(past, 1)] * decode_rows + [(past, new)]
+    deltas = steps.map_rows(len(lens), -(-(past + new) // PAGE))
+    steps.launch(lens, deltas)()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        steps.launch(lens, deltas[:0])()
+    spans = kernel_spans(profiler)
+    by_name: dict[str, list[float]] = {}
+    for start, end, name in spans:
+        by_name.setdefault(name[:60], []).append(end - start)
+    most = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:24]
+    return {
+        "case": "profile_prefill",
+        "new": new,
+        "past": past,
+        "decode_rows": decode_rows,
+        "ms": round((max(end for _, end, _ in spans) - spans[0][0]) / 1e3, 3),
+        "idle_share": idle_share(spans),
+        "kernels": {name: [len(t), round(sum(t) / 1e3, 3)] for name, t in most},
+    }
+
+
+def kernel_spans(profiler: torch.profiler.profile) -> list[tuple[float, float, str]]:
+    """(start, end, name) of what ran on the device, in us, by start."""
+    return sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profiler.events() or []
+        if event.time_range.end > event.time_range.start
+    )
+
+
+def idle_share(spans: list[tuple[float, float, str]]) -> float:
+    """The share of the spans' time in which nothing ran."""
+    busy_us, reached = 0.0, spans[0][0]
+    for start, end, _ in spans:
+        busy_us += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return round(1 - busy_us / (reached - spans[0][0]), 4)
 
 
 def measure_cold(steps: Steps, num_tokens: int, step_tokens: int) -> dict[str, Any]:
@@ -278,7 +318,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", default="", help="as engine.kernels")
     parser.add_argument("--max-slots", type=int, default=16)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--only", choices=("decode", "prefill", "cold"))
+    parser.add_argument("--only", choices=("decode", "prefill", "cold", "profile"))
     parser.add_argument("--profile", action="store_true", help="Name the kernels of a step.")
     parser.add_argument("--temperature", type=float, default=0.0, help="draw instead of argmax")
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -304,7 +344,8 @@ def cases_of(args: argparse.Namespace, steps: Steps) -> list[Callable[[], dict[s
     if args.only in (None, "cold"):
         cases += [partial(measure_cold, steps, cold_tokens, size) for size in cold_steps]
     if args.profile and not is_tiny:
-        cases += [partial(profile_decode, steps, *case) for case in ((1, 65536), (8, 32768))]
+        cases += [partial(profile_decode, steps, *case) for case in PROFILED_DECODE]
+        cases += [partial(profile_prefill, steps, *case) for case in PROFILED_PREFILL]
     return cases
 
 
