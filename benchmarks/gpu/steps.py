@@ -222,7 +222,7 @@ def profile_prefill(steps: Steps, new: int, past: int, decode_rows: int) -> dict
 
     `kernels` says launches and milliseconds in all, of one step.
     """
-    lens = [(past, 1)] * decode_rows + [(past, new)]
+    lens = [(past, new)] + [(past, 1)] * decode_rows  # as the loop orders rows
     deltas = steps.map_rows(len(lens), -(-(past + new) // PAGE))
     steps.launch(lens, deltas)()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
