@@ -172,14 +172,14 @@ def time_moe(weights: tuple[Any, Any], num_tokens: int) -> dict[str, Any]:
     ids, scales = expert_choice.route(
         torch.randn(num_tokens, EXPERTS, device="cuda"), None, ROUTING
     )
-    pairs, items = moe_large._sort(ids, EXPERTS)
+    pairs, items = moe_large.sort_pairs(ids, EXPERTS)
     rows = torch.randn(pairs.shape[0], HIDDEN, device="cuda", dtype=torch.bfloat16)
     h = torch.randn(pairs.shape[0], INTER, device="cuda", dtype=torch.bfloat16)
     parts = torch.empty_like(rows)
     stages: dict[str, Callable[[], object]] = {
         "us": lambda: moe_large.moe_w4_large(x, ids, scales, gate_up, down, None),
         "before_us": lambda: moe.moe_w4(x, ids, scales, gate_up, down, None),
-        "sort_us": lambda: moe_large._sort(ids, EXPERTS),
+        "sort_us": lambda: moe_large.sort_pairs(ids, EXPERTS),
         "gemm1_us": lambda: moe_large._gemm(rows, gate_up, pairs, items, scales, h, first=True),
         "gemm2_us": lambda: moe_large._gemm(h, down, pairs, items, scales, parts, first=False),
     }

@@ -99,10 +99,16 @@ def quick_products() -> Iterator[None]:
     """While it lasts, torch's products cost what an allocation does: on meta tensors they are
     Python, on a GPU they are not."""
 
-    def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    def mm(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if out is not None:
             return out
-        return torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+        return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype or a.dtype, device=a.device)
 
     def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is not None:

@@ -52,6 +52,7 @@ def route(
         HAS_BIAS=bias is not None,
         GROUP_TOP2=routing.group_score == "top2",
         RENORMALISE=routing.renormalise,
+        TERMS=1,
         USE_PDL=pdl,
         num_warps=1,
         **_pdl(pdl),

@@ -20,13 +20,16 @@ from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.boxes import boxes_of
 from kernels.triton.mla_prefill import num_processors
 from kernels.triton.moe_gather import moe_gather_kernel
-from kernels.triton.moe_route import moe_align_kernel, moe_combine_kernel, moe_topk_kernel
-from kernels.triton.rows import rms_norm_twice
+from kernels.triton.moe_route import moe_combine_kernel, moe_topk_kernel
+from kernels.triton.moe_sort import moe_count_kernel, moe_place_kernel
+from kernels.triton.router_terms import NUM_TERMS, scores_of_terms
+from kernels.triton.rows import rms_norm, rms_norm_twice
 from kernels.w4_layout import SCALE_CODES, TiledW4
 
 ITEM_TOKENS = 256
 _TOKEN_BLOCK = 64
 _STAGES = 4
+_PAIR_BLOCK = 256
 
 
 def _refuse(call: CallSignature) -> str | None:
@@ -66,13 +69,17 @@ def norm_route_large(
     routing: MoeRouting,
     num_shared: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm, scores in fp32, choice with the shared experts behind it."""
+    """Norm, scores as exact as fp32, choice with the shared experts behind it."""
     num_tokens = x.shape[0]
     shape = (num_tokens, routing.top_k + num_shared)
     ids = torch.empty(shape, dtype=torch.int32, device=x.device)
     weights = torch.empty(shape, dtype=torch.float32, device=x.device)
-    normed, wide = rms_norm_twice(x, norm_weight, eps)
-    logits = torch.nn.functional.linear(wide, router)
+    if x.dtype == torch.bfloat16 and x.device.type != "cpu":
+        normed = rms_norm(x, norm_weight, eps)
+        logits, num_terms = scores_of_terms(normed, router), NUM_TERMS
+    else:
+        normed, wide = rms_norm_twice(x, norm_weight, eps)
+        logits, num_terms = torch.nn.functional.linear(wide, router), 1
     moe_topk_kernel[(num_tokens,)](
         logits,
         bias if bias is not None else weights,
@@ -89,13 +96,14 @@ def norm_route_large(
         HAS_BIAS=bias is not None,
         GROUP_TOP2=routing.group_score == "top2",
         RENORMALISE=routing.renormalise,
+        TERMS=num_terms,
         USE_PDL=False,
         num_warps=1,
     )
     return normed, ids, weights
 
 
-def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sort_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs in order of expert, and items [3, most] = expert, first of its pairs, their number."""
     num_pairs = ids.numel()
     most = min(num_pairs, num_experts) + num_pairs // ITEM_TOKENS
@@ -103,19 +111,24 @@ def _sort(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tens
     # Rows begin at multiples of 16 bytes, else kernels are compiled once more for some numbers.
     width = cdiv(most, 4) * 4
     items = torch.empty(3, width, dtype=torch.int32, device=ids.device)[:, :most]
-    moe_align_kernel[(num_experts,)](
+    num_blocks, padded = cdiv(num_pairs, _PAIR_BLOCK), next_power_of_2(num_experts)
+    counts = torch.empty(num_blocks, padded, dtype=torch.int32, device=ids.device)
+    moe_count_kernel[(num_blocks,)](
+        ids, counts, num_pairs, E_PAD=padded, BLOCK=_PAIR_BLOCK, num_warps=4
+    )
+    moe_place_kernel[(num_blocks,)](
         ids,
+        counts,
         pairs,
         items[0],
         items[1],
         items[2],
         num_pairs,
         most,
-        E=num_experts,
-        E_PAD=next_power_of_2(num_experts),
+        E_PAD=padded,
         TOKENS=ITEM_TOKENS,
-        BLOCK=4096,
-        USE_PDL=False,
+        BLOCK=_PAIR_BLOCK,
+        ROWS=max(1, 4096 // padded),
         num_warps=8,
     )
     return pairs, items
@@ -177,7 +190,7 @@ def moe_w4_large(
     """Sort, gather, GEMM + SwiGLU, GEMM * router weight, sum. Parts of the sum are bf16."""
     num_tokens, hidden = x.shape
     top_k = ids.shape[1]
-    pairs, items = _sort(ids, gate_up.num_experts)
+    pairs, items = sort_pairs(ids, gate_up.num_experts)
     like: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
     rows = torch.empty(pairs.shape[0], hidden, **like)
     block = min(2048, next_power_of_2(hidden))

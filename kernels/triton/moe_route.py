@@ -100,14 +100,18 @@ def moe_topk_kernel(
     HAS_BIAS: tl.constexpr,
     GROUP_TOP2: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    TERMS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Program per token."""
+    """Program per token, whose scores are sums of TERMS: logits [T, TERMS, E]."""
     if USE_PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
-    x = tl.load(logits + row * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
+    at = logits + row * (TERMS * E) + e
+    x = tl.load(at + (TERMS - 1) * E, mask=e < E, other=float("-inf")).to(tl.float32)
+    for term in tl.static_range(TERMS - 1):  # the smallest first
+        x += tl.load(at + (TERMS - 2 - term) * E, mask=e < E, other=0.0).to(tl.float32)
     _choose(
         x,
         bias,

@@ -61,6 +61,28 @@ for routing, bias, num_shared in (
     assert (weights[:, routing.top_k :] == 1).all()
 print("ok")
 """
+# Against a plain loop over the pairs; experts without any, one with most, blocks not full.
+_SORT = """
+import torch
+from kernels.triton.moe_large import sort_pairs
+torch.manual_seed(0)
+for num_tokens, top_k, num_experts in ((1, 1, 1), (3, 2, 5), (700, 3, 20), (130, 8, 66), (1200, 2, 3)):
+    chances = torch.rand(num_experts) ** 4 + 1e-4
+    chances[num_experts // 2] = 0 if num_experts > top_k else 1
+    ids = torch.multinomial(chances, num_tokens * top_k, replacement=True).int().view(-1, top_k)
+    pairs, items = sort_pairs(ids, num_experts)
+    wanted, runs = [], []
+    for expert in range(num_experts):
+        mine = [at for at, one in enumerate(ids.flatten().tolist()) if one == expert]
+        for first in range(0, len(mine), 256):
+            run = mine[first : first + 256]
+            runs.append([expert, len(wanted) + first, len(run)])
+        wanted += mine
+    assert pairs.tolist() == wanted
+    assert items[:, : len(runs)].T.tolist() == runs
+    assert not items[2, len(runs) :].any()
+print("ok")
+"""
 
 
 def _run(arguments: list[str], **environment: str) -> str:
@@ -79,6 +101,46 @@ def test_rows_are_gathered_by_expert_with_columns_in_the_order_of_the_tensor_cor
     assert _run(["-c", _GATHER], TRITON_INTERPRET="1") == "ok\n"
 
 
+def test_pairs_are_sorted_by_expert_and_cut_into_items() -> None:
+    assert _run(["-c", _SORT], TRITON_INTERPRET="1") == "ok\n"
+
+
+@pytest.mark.parametrize("spread", [0.0, 30.0])
+def test_a_router_is_the_sum_of_its_terms(spread: float) -> None:
+    """Bit for bit, over many magnitudes; so scores by terms are off by the order of sums alone."""
+    from kernels.triton.router_terms import router_terms
+
+    torch.manual_seed(3)
+    router = torch.randn(6, 40) * torch.exp2(torch.randn(6, 40) * spread)
+    router[0, :3] = torch.tensor([0.0, 1.0 + 2.0**-23, -(2.0**-100)])
+    terms = router_terms(router)
+    assert terms.dtype == torch.bfloat16 and terms.shape == (18, 40)
+    assert torch.equal(terms.float().view(3, 6, 40).flip(0).sum(0), router)
+    assert router_terms(router) is terms
+
+
+_TERMS_IN_THE_CHOICE = """
+import torch
+from kernels.moe_routing import MoeRouting
+from kernels.reference.moe import moe_route
+from kernels.triton.moe_route import moe_topk_kernel
+torch.manual_seed(0)
+terms = torch.randn(7, 3, 12) * torch.tensor([1.0, 2.0**-8, 2.0**-16]).view(1, 3, 1)
+ids, weights = torch.empty(7, 4, dtype=torch.int32), torch.empty(7, 4)
+flags = dict(GROUPS=1, GROUPS_KEPT=1, SIGMOID=False, HAS_BIAS=False, GROUP_TOP2=False)
+moe_topk_kernel[(7,)](terms, weights, ids, weights, 1.0, E=12, E_PAD=16, TOP_K=3, NUM_SHARED=1,
+                      RENORMALISE=False, TERMS=3, USE_PDL=False, **flags)
+wanted_ids, wanted = moe_route(terms.sum(1), None, MoeRouting(num_experts=12, top_k=3))
+assert torch.equal(ids[:, :3], wanted_ids) and (ids[:, 3] == 12).all()
+torch.testing.assert_close(weights[:, :3], wanted, rtol=1e-5, atol=1e-6)
+print("ok")
+"""
+
+
+def test_the_choice_sums_the_terms_of_scores() -> None:
+    assert _run(["-c", _TERMS_IN_THE_CHOICE], TRITON_INTERPRET="1") == "ok\n"
+
+
 def test_routing_of_many_tokens_agrees_with_norm_scores_and_choice() -> None:
     assert _run(["-c", _ROUTE], TRITON_INTERPRET="1") == "ok\n"
 
@@ -89,6 +151,32 @@ def test_the_gemm_compiles_to_the_units_it_is_written_for() -> None:
     line = json.loads(_run(arguments))
     assert (line["wgmma"], line["tma"], line["mma_sync"]) == (True, True, False)
     assert line["bf16x2_scale"] and line["shared_bytes"] <= 227 * 1024
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_scores_by_terms_are_those_of_fp64_and_so_is_the_choice() -> None:
+    from kernels.reference.norm import rms_norm
+    from kernels.triton.moe_large import norm_route_large
+    from kernels.triton.router_terms import scores_of_terms
+
+    torch.manual_seed(5)
+    x = torch.randn(900, 2048, device="cuda", dtype=torch.bfloat16)
+    norm = torch.rand(2048, device="cuda") + 0.5
+    router = torch.randn(64, 2048, device="cuda")
+    normed, ids, _ = norm_route_large(
+        x, norm, 1e-6, router, None, MoeRouting(num_experts=64, top_k=6), 2
+    )
+    torch.testing.assert_close(normed, rms_norm(x, norm, 1e-6))
+    wanted = normed.double() @ router.double().T
+    found = scores_of_terms(normed, router).view(900, 3, 64).flip(1).sum(1)
+    assert float((found - wanted).abs().max()) < 2e-4  # scores of some 50, sums of 2,048 products
+    # The sixth and seventh are rarely that close.
+    best = wanted.topk(7, dim=1).values
+    clear = best[:, 5] - best[:, 6] > 1e-3
+    assert int(clear.sum()) > 850
+    chosen = wanted.topk(6, dim=1).indices.sort(1).values
+    assert torch.equal(ids[clear, :6].long().sort(1).values, chosen[clear])
 
 
 @pytest.mark.gpu

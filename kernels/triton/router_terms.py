@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router's scores of many tokens by the tensor cores, as exact as in fp32.
+
+An fp32 number is the sum of three bf16 ones (24 bits are three times eight), and products of bf16
+numbers are exact in the fp32 they are summed in. So bf16 rows times the router's three terms, all
+in one product, are the scores but for the order of sums. The fp32 units take four times as long.
+Does not know: the choice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+NUM_TERMS = 3
+_terms_of: Any = WeakTensorKeyDictionary()
+
+
+def router_terms(router: torch.Tensor) -> torch.Tensor:
+    """bf16 [3 * E, X], the largest terms of all experts first; they sum to the router.
+
+    Args:
+        router: fp32 [E, X], never written to afterwards. Exact where a last bit is at least
+            2^-133, the least that bf16 holds.
+    """
+    terms = _terms_of.get(router)
+    if terms is None:
+        rest, parts = router, []
+        for _ in range(NUM_TERMS):
+            parts.append(rest.to(torch.bfloat16))
+            rest = rest - parts[-1].float()
+        terms = _terms_of[router] = torch.cat(parts)
+    return terms
+
+
+def scores_of_terms(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """fp32 [T, 3 * E]: what each term adds to the scores of x, bf16 [T, X] on a GPU."""
+    terms = router_terms(router).T
+    return torch.mm(x, terms, out_dtype=torch.float32)
