@@ -65,11 +65,11 @@ def _moe_few(sweep: bool) -> Iterator[dict[str, Any]]:
     """Few tokens an expert: the usual tiles, and others in items of eight."""
     copies = [moe_bench.make_weights("nvfp4") for _ in range(8)]
     wide = GemmTile(nm=1, kc=4, stages=3, warps=4)
-    shallow = GemmTile(nm=1, kc=4, stages=2, warps=4)
+    narrow = GemmTile(nm=1, kc=2, stages=3, warps=2)
     halves = GemmTile(nm=1, kc=2, stages=3, warps=2, slices=2)
     for num_tokens in (4, 8, 16, 24, 32):
         yield moe_bench.bench(copies, num_tokens, None)
-        for first, second in ((wide, wide), (shallow, wide), (wide, halves)):
+        for first, second in ((narrow, narrow), (wide, halves)):
             tiles = MoeTiles(tokens=8, first=first, second=second)
             yield moe_bench.bench(copies, num_tokens, tiles)
 

@@ -71,11 +71,13 @@ def tiles_for(num_tokens: int, top_k: int, num_experts: int) -> MoeTiles:
     if num_tokens <= ROW_TOKENS:
         rows = RowTile(tokens=8)
         return MoeTiles(tokens=8, first=rows, second=rows)
+    if mean <= FEW:
+        wide = GemmTile(nm=1, kc=4, stages=3, warps=4)
+        return MoeTiles(tokens=8, first=wide, second=wide)
     if mean <= 26:
         first = GemmTile(nm=1, kc=2, stages=3, warps=2)
         second = GemmTile(nm=1, kc=2, stages=2, warps=2)
-        tokens = 8 if mean <= FEW else 16 if mean <= 12 else 32
-        return MoeTiles(tokens=tokens, first=first, second=second)
+        return MoeTiles(tokens=16 if mean <= 12 else 32, first=first, second=second)
     tile = GemmTile(nm=2, kc=1, stages=3, warps=4)
     return MoeTiles(tokens=64 if mean <= 56 else 128, first=tile, second=tile)
 

@@ -66,7 +66,8 @@ _SORT = """
 import torch
 from kernels.triton.moe_large import sort_pairs
 torch.manual_seed(0)
-for num_tokens, top_k, num_experts in ((1, 1, 1), (3, 2, 5), (700, 3, 20), (130, 8, 66), (1200, 2, 3)):
+cases = ((1, 1, 1), (3, 2, 5), (700, 3, 20), (130, 8, 66), (1200, 2, 3))
+for num_tokens, top_k, num_experts in cases:
     chances = torch.rand(num_experts) ** 4 + 1e-4
     chances[num_experts // 2] = 0 if num_experts > top_k else 1
     ids = torch.multinomial(chances, num_tokens * top_k, replacement=True).int().view(-1, top_k)
