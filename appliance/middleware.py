@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection
 
 import msgspec
+import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,8 +39,9 @@ _PLAIN = re.compile(
     rb'(?:[^"0-9]++|' + _STRING + rb'"|' + _FLOAT + rb"|[0-9]{1,18}+(?![0-9]))*+", re.DOTALL
 )
 _LONG_INTEGER = re.compile(rb"[0-9]{19,}")
-_DIGITS_ALIKE = bytes(ord("0") if byte in b"0123456789" else byte for byte in range(256))
-_DIGITS_OF_LONG = b"0" * 19
+_SURROGATE = re.compile(rb"\\u[dD]")
+# Shifts that add up: with each, what is left stands for a run as many digits longer.
+_TO_LONG_RUN = (1, 2, 4, 8, 3)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
 
 
@@ -177,10 +179,10 @@ def check_text(body: bytes) -> tuple[object] | None:
         body.decode()
     except UnicodeDecodeError as error:
         raise BodyRefused("invalid_json", f"the body is not UTF-8: {error.reason}") from error
-    has_surrogates = b"\\ud" in body or b"\\uD" in body
+    has_surrogates = b"\\" in body and _SURROGATE.search(body) is not None
     parsed = _read_strictly(body) if has_surrogates else None
     is_text = parsed is not None or not has_surrogates
-    if is_text and _DIGITS_OF_LONG not in body.translate(_DIGITS_ALIKE):
+    if is_text and not has_long_number(body):
         return parsed  # nearly every body; what follows takes 30 ms for an agent's half a megabyte
     at = 0
     while _SUSPECT.search(body, at):
@@ -197,6 +199,15 @@ def check_text(body: bytes) -> tuple[object] | None:
             "invalid_json", f"the body is not Unicode text: {escape} at byte {at} stands alone"
         )
     return parsed
+
+
+def has_long_number(body: bytes) -> bool:
+    """Whether 19 digits follow each other anywhere. A context of token ids is mostly digits: a
+    search stops at each of them."""
+    is_run = (np.frombuffer(body, np.uint8) - np.uint8(ord("0"))) < 10
+    for shift in _TO_LONG_RUN:
+        is_run = is_run[shift:] & is_run[:-shift]
+    return bool(is_run.any())
 
 
 def _read_strictly(body: bytes) -> tuple[object] | None:

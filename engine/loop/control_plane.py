@@ -97,7 +97,10 @@ class ControlPlane:
             self._tiers.names.extend(request)
 
     def submit(self, request: Request) -> None:
-        """Queue a request with the output of its earlier life. Raises: ValueError."""
+        """Queue a request with the output of its earlier life. Raises: ValueError.
+
+        Its pages are named when one of them is to move, or at its end: not before its first step.
+        """
         token_ids = np.concatenate([request.prompt_ids, request.resumed_ids])
         spec = RequestSpec(
             request_id=request.index,
@@ -108,7 +111,6 @@ class ControlPlane:
             salt=request.salt,
         )
         self._scheduler.submit([spec])
-        self.name_pages(request)
 
     def set_num_draft_tokens(self, request: Request, num_draft_tokens: int) -> None:
         """How many drafts the rows of a running request have from the next plan on."""

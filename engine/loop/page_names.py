@@ -54,8 +54,10 @@ class PageNames:
         num_pages = len(token_ids) // size
         if not num_pages:
             return parent
+        tokens = np.ascontiguousarray(token_ids[: num_pages * size], dtype=np.int32)
+        raw, page_bytes = tokens.astype("<i4", copy=False).tobytes(), 4 * size
         hashes = name_pages(
-            np.ascontiguousarray(token_ids[: num_pages * size], dtype=np.int32),
+            tokens,
             page_size=size,
             model_fingerprint=self._fingerprint,
             salt=salt,
@@ -66,11 +68,10 @@ class PageNames:
             if page_hash in self._names:
                 self._names.move_to_end(page_hash)
             else:
-                tokens = token_ids[place * size : (place + 1) * size]
                 self._names[page_hash] = PageName(
                     page_hash=page_hash,
                     parent_hash=parent,
-                    token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
+                    token_ids=raw[place * page_bytes : (place + 1) * page_bytes],
                     salt=salt,
                     start=start + place * size,
                 )

@@ -290,10 +290,13 @@ class TierPlane:
 
     def _find_name(self, page_hash: bytes) -> PageName | None:
         found = self._names.find(page_hash)
-        if found is None:  # a page that was sampled full just now
-            for request in self._live_requests():
-                self._names.extend(request)
+        if found is not None:
+            return found
+        for request in self._live_requests():  # one of these has it, in tokens not named yet
+            self._names.extend(request)
             found = self._names.find(page_hash)
+            if found is not None:
+                break
         return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.middleware import BodyRefused, check_text
+from appliance.middleware import BodyRefused, check_text, has_long_number
 from tests.fakes.appliance import Json, RunningApp
 
 LONE = "a\ud800b"
@@ -128,6 +128,21 @@ def test_a_body_is_refused_exactly_where_its_values_say_so() -> None:
         else:
             check_text(body.encode())
     assert 300 < refused < 1700
+
+
+def test_a_long_number_is_found_wherever_it_stands_and_no_shorter_one() -> None:
+    rng = random.Random(5)
+    found = 0
+    for _ in range(3000):
+        lens = rng.choices([0, 1, 5, 17, 18, 19, 20, 40], [9, 9, 9, 9, 9, 1, 1, 1], k=4)
+        runs = ["".join(rng.choices("0123456789", k=length)) for length in lens]
+        gaps = ["".join(rng.choices("/:,-. \u00e9", k=rng.randrange(1, 3))) for _ in runs]
+        body = "".join(gap + run for gap, run in zip(gaps, runs, strict=True))
+        body = body[rng.randrange(2) :] + rng.choice(["", "]"])
+        assert has_long_number(body.encode()) == (max(lens) >= 19)
+        found += max(lens) >= 19
+    assert 300 < found < 2700
+    assert not has_long_number(b"")
 
 
 def _is_bad(value: Any) -> bool:
