@@ -37,6 +37,9 @@ TOKENS_WITH_DRAFTS = 16
 # 4096, 1.34 in 8192; its last step holds up running streams for 76, 136, 252 ms (H200, 2026-11;
 # over one token and zeros: random ones take a fifth longer).
 TOKEN_BUDGETS = {"cpu": 512, "cuda": 4096}
+# Where nobody waits for it, a step of a GPU's default budget may be larger: experts have fuller
+# tiles in it, too.
+LONE_TOKEN_BUDGETS = {"cpu": 512, "cuda": 8192}
 # sockaddr_un.sun_path holds 108 bytes with its terminator (unix(7)).
 MAX_SOCKET_PATH_BYTES = 107
 
@@ -130,6 +133,9 @@ class EngineConfig:
     """Requests that run in one step; count."""
     token_budget: int = 0
     """Prefill and decode tokens in one step; 0: 512 on a CPU, 4096 on a GPU; tokens."""
+    lone_token_budget: int = 0
+    """The same while one prompt has the engine to itself; `token_budget` if that is more; 0: 8192
+    on a GPU where `token_budget` is 0; tokens."""
     max_context_len: int = 0
     """Prompt and output of one request; 0: what the model was trained for; tokens."""
     eager: bool = False
@@ -158,6 +164,12 @@ class EngineConfig:
     def tokens_per_step(self, device: str) -> int:
         """The token budget on a device ("cpu" or "cuda")."""
         return self.token_budget or max(self.max_slots, TOKEN_BUDGETS[device])
+
+    def tokens_per_lone_step(self, device: str) -> int:
+        """The same of a step that one prompt has alone, while nobody waits: no less."""
+        usual = self.tokens_per_step(device)
+        default = LONE_TOKEN_BUDGETS[device] if self.token_budget == 0 else usual
+        return max(usual, self.lone_token_budget or default)
 
     @property
     def rows_per_step(self) -> int:
@@ -273,6 +285,7 @@ def _limit_problems(config: EngineConfig) -> Iterator[ConfigError]:
             f"0, or at least engine.max_slots ({config.max_slots})",
             "a step must hold one token of every running request",
         )
+    yield from _range(config, "lone_token_budget", 0, 1 << 20)
     yield from _range(config, "max_context_len", 0, 1 << 24)
     yield from _range(config, "max_draft_tokens", 1, TOKENS_WITH_DRAFTS - 1)
     yield from _range(config, "drain_s", 0.0, 3600.0)

@@ -112,6 +112,18 @@ def usual_kernel(signature: CallSignature) -> KernelSpec:
     return found
 
 
+def expect_kernel(family: str, name: str) -> None:
+    """Refuse a name that no kernel of the family has, those of plugins included.
+
+    Raises:
+        NoKernelFoundError: naming those it has.
+    """
+    REGISTRY.load_plugins()
+    known = [spec.name for spec in REGISTRY.specs(family)]
+    if name not in known:
+        raise NoKernelFoundError(f"override: {family} has no kernel {name!r}, only {known}")
+
+
 def set_override(family: str, name: str | None) -> None:
     """Force one kernel for a family in the whole process; None takes the override back.
 
@@ -119,9 +131,7 @@ def set_override(family: str, name: str | None) -> None:
         NoKernelFoundError: if the family has no kernel of that name.
     """
     if name is not None:
-        known = [spec.name for spec in REGISTRY.specs(family)]
-        if name not in known:
-            raise NoKernelFoundError(f"override: {family} has no kernel {name!r}, only {known}")
+        expect_kernel(family, name)
     with _lock:
         if name is None:
             _overrides.pop(family, None)

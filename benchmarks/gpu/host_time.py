@@ -107,9 +107,8 @@ class HostStep:
     ) -> None:
         self._launches = launches
         self._model = load_model(shape, num_layers)
-        self._pieces = pieces
+        self._sizes = piece_sizes(MOST_TOKENS) if pieces else []
         if pieces:
-            self._sizes = piece_sizes(MOST_TOKENS)
             self._model.prepare_pieces(self._sizes[-1])
         layout = self._model.kv_layout(PAGE, "fp8" if kv == "fp8" else "bfloat16")
         self.pool = torch.empty(
@@ -122,8 +121,8 @@ class HostStep:
         ids = torch.empty(rows.positions.shape[0], dtype=torch.int32, device=META)
         num_rows = rows.row_slots.shape[0]
         sampled = torch.empty(num_rows, dtype=torch.int32, device=META)
-        if self._pieces:
-            size = next(size for size in self._sizes if size >= ids.shape[0])
+        size = next((size for size in self._sizes if size >= ids.shape[0]), None)
+        if size is not None:
             self._model.forward_in_pieces(ids, rows, self.pool, sampled, size, self._replay)
         else:
             self._model.forward(ids, rows, self.pool, sampled)

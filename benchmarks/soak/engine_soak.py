@@ -134,6 +134,7 @@ class Setting:
                 RunAhead(tokens=1, ms=0, timed_tokens=1),
             ]
         )
+        self.lone_token_budget = rng.choice([0, 0, 40, 200])
 
     @property
     def excused(self) -> set[str]:
@@ -250,6 +251,7 @@ class Run:
             runner,
             max_slots=setting.max_slots,
             token_budget=setting.token_budget,
+            lone_token_budget=setting.lone_token_budget,
             max_waiting=setting.max_waiting,
             keep_outputs_bytes=setting.keep_outputs_bytes,
             vocabulary=self.vocabulary,

@@ -34,6 +34,7 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         max_slots=rng.choice([1, 2, 4, 8]),
         max_context_len=rng.choice([24, 40, 90]),
         token_budget=rng.choice([1, 3, 8, 32]),
+        lone_token_budget=rng.choice([0, 0, 12, 40]),
         eviction=rng.choice(["value", "lru"]),
         lease_percent=rng.choice([0, 50, 100]),
         num_l2_pages=num_l2_pages,

@@ -15,6 +15,7 @@ class SchedulerConfig:
         max_slots: int,  # rows that may run at once
         max_context_len: int,  # tokens; page table width = ceil(. / page_size) + 1
         token_budget: int = 512,  # prefill + decode tokens per step
+        lone_token_budget: int = 0,  # of a step that one prompt has alone; at least token_budget
         model_fingerprint: str = "",
         ageing_ms: int = 10_000,  # waiting this long is worth one priority class
         suffix_us_per_token: int = 800,  # an uncached token delays its request by this much
@@ -36,6 +37,7 @@ class SchedulerConfig:
     max_slots: int
     max_context_len: int
     token_budget: int
+    lone_token_budget: int
     model_fingerprint: str
     ageing_ms: int
     suffix_us_per_token: int

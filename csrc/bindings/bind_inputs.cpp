@@ -63,25 +63,28 @@ void bind_config(nb::module_& module) {
           "__init__",
           [](SchedulerConfig* self, std::int32_t page_size, std::int32_t num_pages,
              std::int32_t max_slots, std::int32_t max_context_len, std::int32_t token_budget,
-             std::string model_fingerprint, std::int64_t ageing_ms,
+             std::int32_t lone_token_budget, std::string model_fingerprint, std::int64_t ageing_ms,
              std::int64_t suffix_us_per_token, std::int32_t spare_percent, std::string eviction,
              std::int32_t attention_len, std::int32_t lease_percent,
              std::int32_t tenant_lease_percent,
              std::int32_t num_l2_pages, bool use_l3, std::int32_t num_l3_pages, bool probe_l3,
              std::int64_t l3_wait_ms, bool overlap_loads, std::int32_t max_preemptions) {
             SchedulerConfig config{page_size,           num_pages,     max_slots,
-                                   max_context_len,     token_budget,  std::move(model_fingerprint),
-                                   ageing_ms,           suffix_us_per_token, spare_percent,
-                                   std::move(eviction), attention_len, lease_percent,
-                                   tenant_lease_percent, num_l2_pages, use_l3,
-                                   num_l3_pages,        probe_l3,      l3_wait_ms,
-                                   overlap_loads,       max_preemptions};
+                                   max_context_len,     token_budget,  lone_token_budget,
+                                   std::move(model_fingerprint),       ageing_ms,
+                                   suffix_us_per_token, spare_percent, std::move(eviction),
+                                   attention_len,       lease_percent, tenant_lease_percent,
+                                   num_l2_pages,        use_l3,        num_l3_pages,
+                                   probe_l3,            l3_wait_ms,    overlap_loads,
+                                   max_preemptions};
             config.validate();
             new (self) SchedulerConfig(std::move(config));
           },
           nb::kw_only(), nb::arg("page_size") = defaults.page_size, nb::arg("num_pages"),
           nb::arg("max_slots"), nb::arg("max_context_len"),
-          nb::arg("token_budget") = defaults.token_budget, nb::arg("model_fingerprint") = "",
+          nb::arg("token_budget") = defaults.token_budget,
+          nb::arg("lone_token_budget") = defaults.lone_token_budget,
+          nb::arg("model_fingerprint") = "",
           nb::arg("ageing_ms") = defaults.ageing_ms,
           nb::arg("suffix_us_per_token") = defaults.suffix_us_per_token,
           nb::arg("spare_percent") = defaults.spare_percent,
@@ -99,6 +102,7 @@ void bind_config(nb::module_& module) {
       .def_ro("max_slots", &SchedulerConfig::max_slots)
       .def_ro("max_context_len", &SchedulerConfig::max_context_len)
       .def_ro("token_budget", &SchedulerConfig::token_budget)
+      .def_ro("lone_token_budget", &SchedulerConfig::lone_token_budget)
       .def_ro("model_fingerprint", &SchedulerConfig::model_fingerprint)
       .def_ro("ageing_ms", &SchedulerConfig::ageing_ms)
       .def_ro("suffix_us_per_token", &SchedulerConfig::suffix_us_per_token)

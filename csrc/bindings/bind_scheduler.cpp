@@ -18,7 +18,8 @@ struct BoundScheduler {
   // The first plans are made, and their memory touched, before the first step asks for them.
   explicit BoundScheduler(const SchedulerConfig& config) : scheduler(config) {
     constexpr std::int32_t kMostTokens = 1 << 18;
-    const auto num_tokens = static_cast<std::size_t>(std::min(config.token_budget, kMostTokens));
+    const auto num_tokens =
+        static_cast<std::size_t>(std::min(config.most_step_tokens(), kMostTokens));
     for (int i = 0; i < Scheduler::kMaxStepsInFlight; ++i) {
       plans.push_back(std::make_shared<Plan>());
       plans.back()->input_ids.resize(num_tokens);

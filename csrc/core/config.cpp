@@ -24,6 +24,7 @@ void SchedulerConfig::validate() const {
   require_range("max_slots", max_slots, 1, 65536);
   require_range("max_context_len", max_context_len, 2, kMaxInt / 2);
   require_range("token_budget", token_budget, 1, 1 << 24);
+  require_range("lone_token_budget", lone_token_budget, 0, 1 << 24);
   require_range("ageing_ms", ageing_ms, 1, 1'000'000'000);
   require_range("suffix_us_per_token", suffix_us_per_token, 0, 1'000'000);
   require_range("spare_percent", spare_percent, 0, 100);

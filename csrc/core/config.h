@@ -2,6 +2,7 @@
 // What the scheduler is built from, and the single place that validates it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -15,6 +16,8 @@ struct SchedulerConfig {
   std::int32_t max_slots = 0;         // rows that may run at once
   std::int32_t max_context_len = 0;   // tokens of prompt + output
   std::int32_t token_budget = 512;    // prefill + decode tokens of one step
+  // Of a step that one prompt has alone, where nobody waits; no more than token_budget: as many.
+  std::int32_t lone_token_budget = 0;
   std::string model_fingerprint;      // part of every namespace
 
   std::int64_t ageing_ms = 10'000;    // waiting this long is worth one priority class
@@ -39,6 +42,7 @@ struct SchedulerConfig {
 
   std::int32_t max_preemptions = 2;  // times a request gives its place to a better class; 0: never
 
+  std::int32_t most_step_tokens() const { return std::max(token_budget, lone_token_budget); }
   std::int32_t pages_of(std::int64_t num_tokens) const {
     return static_cast<std::int32_t>((num_tokens + page_size - 1) / page_size);
   }

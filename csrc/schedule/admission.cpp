@@ -196,6 +196,7 @@ void Scheduler::admit(Request& request, PrefixMatch match, std::span<const PageH
     fire(request, Admit{std::move(kv)});
     insert_running(request);
   }
+  widen_for(request);
   const std::int32_t rest = request.prefill_end - request.num_planned;
   plan_row(request, std::min(rest, prefill_budget_), true, plan);
 }

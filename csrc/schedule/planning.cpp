@@ -55,6 +55,18 @@ std::int32_t Scheduler::num_decode_tokens(const Request& request) const {
   return std::min(1 + request.num_draft_tokens, request.max_new_tokens - request.num_outputs());
 }
 
+// A request that has the engine to itself may have larger steps: each expands the cached prefix again
+// and gives an expert few tokens. Whoever comes meanwhile waits for one of them, so none takes
+// longer than a step of that size does where a token costs kLoneCost times what the first one costs.
+void Scheduler::widen_for(const Request& request) {
+  if (!has_one_request_ || !wants_prefill(request)) return;
+  const std::int64_t first_len = config_.attention_len;  // cost(n) / cost(0) == 1 + n / first_len
+  const std::int64_t most = config_.lone_token_budget;
+  const std::int64_t bounded = kLoneCost * most * first_len / (first_len + request.num_planned);
+  const auto lone_budget = static_cast<std::int32_t>(std::min(most, bounded));
+  prefill_budget_ = std::max(prefill_budget_, lone_budget);
+}
+
 void Scheduler::plan_running(Plan& plan) {
   std::int32_t num_decodes = 0;
   std::int64_t num_draft_tokens = 0;
@@ -73,6 +85,9 @@ void Scheduler::plan_running(Plan& plan) {
   const bool speculates = num_decodes + num_draft_tokens <= most_decode;  // drafts give way first
   prefill_budget_ = config_.token_budget - decode_budget;
   if (speculates) prefill_budget_ -= static_cast<std::int32_t>(num_draft_tokens);
+  // Who leaves may be about to wait again; who is read by another engine takes no part in a step.
+  has_one_request_ = running_.size() + waiting_.size() == 1 && num_leaving_ == num_sending_;
+  if (!running_.empty()) widen_for(*running_.front());
 
   const std::int32_t first = decode_budget < num_decodes ? decode_cursor_ % num_decodes : 0;
   std::int32_t nth_decode = 0;

@@ -101,6 +101,9 @@ struct HoldTimes {
 class Scheduler {
  public:
   static constexpr std::int32_t kMaxStepsInFlight = 2;
+  // A step of a lone prompt has all its tokens up to a context where a token costs this many times
+  // what it costs at the start, then fewer: it takes no longer than there.
+  static constexpr std::int64_t kLoneCost = 3;
   // While memory is short: steps without a long prompt after each one with it.
   static constexpr std::int32_t kStreamSteps = 3;
 
@@ -234,6 +237,7 @@ class Scheduler {
   // planning.cpp
   void plan_running(Plan& plan);
   bool is_turn_of_streams() const;
+  void widen_for(const Request& request);
   void plan_long_prefills(Plan& plan);
   void take_what_is_left(Plan& plan);
   std::int32_t quarter_of_step() const;
@@ -416,6 +420,7 @@ class Scheduler {
   std::vector<RadixTree::Adopted> adopted_;
   std::int32_t prefill_budget_ = 0;
   bool is_for_short_ones_ = false;  // what is left of that
+  bool has_one_request_ = false;    // running or waiting: nobody else is there
   bool is_short_of_pages_ = false;
 };
 

@@ -82,7 +82,7 @@ class DeviceLimits:
 
     max_slots: int
     max_rows: int  # of one step: slots, or tokens with drafts
-    max_tokens: int  # of one step
+    max_tokens: int  # of one step, a lone prompt's too
     page_size: int
     table_width: int
     sentinel_page: int
@@ -108,6 +108,9 @@ def warm_up_steps(max_tokens: int, longest: int, max_slots: int) -> Iterator[tup
     for num, past in WARM_UP_SHORT:
         if num <= most and num + past <= longest:
             yield num, past, 0
+    # The largest: what memory it takes is asked for at the start, not in somebody's first token;
+    # and where it is too large for pieces, it needs the kernels that those have captured.
+    yield min(max_tokens, longest), 0, 0
 
 
 def buckets_up_to(max_rows: int) -> list[int]:

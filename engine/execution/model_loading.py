@@ -34,7 +34,8 @@ _KIND_OF_FORMAT = {"gguf": ModelKind.GGUF, "safetensors": ModelKind.HF}
 class LoadedModel:
     model: PagedModel
     device: torch.device
-    dtype_name: str  # of activations and KV: float32 | bfloat16
+    dtype_name: str  # of activations: float32 | bfloat16
+    kv_dtype: str  # as layouts name it: float32 | bfloat16 | fp8
     weights_name: str  # packed | dequantized
     max_context_len: int
     source_name: str
@@ -71,6 +72,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     max_context_len = _context_len(config, opened.decoder.max_context_len)
     device = choose_device(config, opened.kind)
     dtype_name, keep_packed = _choose_precision(config, source, device.type, opened)
+    kv_dtype = choose_kv_dtype(config, dtype_name, getattr(opened.decoder, "takes_fp8_kv", False))
+    if device.type == "cuda" and opened.kind.check_for_gpu is not None:
+        opened.kind.check_for_gpu(opened.decoder)
     if config.deterministic and device.type == "cuda":
         use_fixed_order()
     options = LoadOptions(
@@ -85,6 +89,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         model=opened.kind.model.load(opened.decoder, opened.open_reader(device), options),
         device=device,
         dtype_name=dtype_name,
+        kv_dtype=kv_dtype,
         weights_name="packed" if keep_packed else "dequantized",
         max_context_len=max_context_len,
         source_name=source.path.name,
@@ -151,6 +156,25 @@ def _choose_precision(
     if config.weights == "auto":
         keep_packed = has_blocks and is_fast and dtype_name == "bfloat16"
     return dtype_name, keep_packed
+
+
+def choose_kv_dtype(config: EngineConfig, dtype_name: str, takes_fp8: bool) -> str:
+    """How a layout names what KV is kept in, after resolving `auto`.
+
+    Raises:
+        ConfigError: the setting does not go with the model or with its activations.
+    """
+    if config.kv_dtype == "auto":
+        return dtype_name
+    if dtype_name != "bfloat16":
+        allowed = "auto, as activations are float32"
+        raise ConfigError("engine.kv_dtype", config.kv_dtype, allowed)
+    if config.kv_dtype == "bf16":
+        return "bfloat16"
+    if not takes_fp8:
+        allowed = "auto | bf16, as this model's attention has no latents in groups of 128"
+        raise ConfigError("engine.kv_dtype", config.kv_dtype, allowed)
+    return "fp8"
 
 
 def has_compiled_decoder() -> bool:

@@ -25,7 +25,7 @@ from engine.models.model import DraftingModel, FoldingModel, PagedModel, StepRow
 from kernels.errors import KernelInputError, NoKernelFoundError
 from kernels.late_compiles import report_late_compiles
 from kernels.ops.page_copy import copy_pages
-from kernels.selection import set_override
+from kernels.selection import expect_kernel, set_override
 from kvtiers.config import DevicePoolConfig
 from kvtiers.device_pool import DevicePool, count_pages
 from kvtiers.layout import KvLayout
@@ -163,9 +163,10 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRu
     """
     started = time.monotonic()
     use_threads(config.num_threads or len(os.sched_getaffinity(0)))
+    kernels_asked_for(config.kernels)  # what is wrong is said before the weights are read
     loaded = load_model(config)
-    override_kernels(config.kernels)
-    layout = loaded.model.kv_layout(config.page_size, choose_kv_dtype(config, loaded))
+    override_kernels(config.kernels)  # over those of a fixed order, too
+    layout = loaded.model.kv_layout(config.page_size, loaded.kv_dtype)
     build = _host_runner if loaded.device.type == "cpu" else _device_runner
     runner = build(config, loaded, layout)
     runner.warm_up()
@@ -184,38 +185,28 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRu
     return runner
 
 
-def override_kernels(setting: str) -> None:
-    """Make `family=name,family=name` so, for the whole process.
+def kernels_asked_for(setting: str) -> list[tuple[str, str]]:
+    """Families and kernels of `family=name,family=name`.
 
     Raises:
         ConfigError: a part is no such pair, or names a kernel that is not there.
     """
+    pairs = []
     for pair in filter(None, (part.strip() for part in setting.split(","))):
-        family, _, name = pair.partition("=")
+        family, name = (part.strip() for part in (*pair.split("=", 1), "")[:2])
         try:
-            set_override(family.strip(), name.strip())
+            expect_kernel(family, name)
         except NoKernelFoundError as error:
             allowed = "family=name, as `python -m kernels ls` has them"
             raise ConfigError("engine.kernels", pair, allowed, str(error)) from error
+        pairs.append((family, name))
+    return pairs
 
 
-def choose_kv_dtype(config: EngineConfig, loaded: LoadedModel) -> str:
-    """How a layout names what KV is kept in, after resolving `auto`.
-
-    Raises:
-        ConfigError: the setting does not go with the model or with its activations.
-    """
-    if config.kv_dtype == "auto":
-        return loaded.dtype_name
-    if loaded.dtype_name != "bfloat16":
-        allowed = "auto, as activations are float32"
-        raise ConfigError("engine.kv_dtype", config.kv_dtype, allowed)
-    if config.kv_dtype == "bf16":
-        return "bfloat16"
-    if not loaded.model.takes_fp8_kv:
-        allowed = "auto | bf16, as this model's attention has no latents in groups of 128"
-        raise ConfigError("engine.kv_dtype", config.kv_dtype, allowed)
-    return "fp8"
+def override_kernels(setting: str) -> None:
+    """Make `family=name,family=name` so, for the whole process. Raises: ConfigError."""
+    for family, name in kernels_asked_for(setting):
+        set_override(family, name)
 
 
 def _host_runner(config: EngineConfig, loaded: LoadedModel, layout: KvLayout) -> PagedModelRunner:
@@ -242,6 +233,10 @@ def _device_runner(
     if not is_capturable and not config.eager:
         reason = "deterministic" if config.deterministic else loaded.dtype_name
         logger.warning("engine.eager is taken as set: %s runs without graphs", reason)
+    max_tokens = config.tokens_per_lone_step(loaded.device.type)
+    # The share that is left free is for a usual step.
+    num_more = max_tokens - config.tokens_per_step(loaded.device.type)
+    lone_bytes = num_more * loaded.model.step_bytes_per_token
     num_pages = count_pages(
         DevicePoolConfig(
             pool_tokens=config.kv_pool_tokens,
@@ -249,7 +244,7 @@ def _device_runner(
             max_auto_bytes=1 << 50,
         ),
         layout,
-        free_bytes=free_device_bytes(loaded.device),
+        free_bytes=max(0, free_device_bytes(loaded.device) - lone_bytes),
         max_context_len=loaded.max_context_len,
     )
     return DeviceModelRunner(
@@ -257,7 +252,7 @@ def _device_runner(
         DevicePool(layout, num_pages + 1, loaded.device),
         max_slots=config.max_slots,
         max_rows=config.rows_per_step,
-        max_tokens=config.tokens_per_step(loaded.device.type),
+        max_tokens=max_tokens,
         max_context_len=loaded.max_context_len,
         model_fingerprint=_fingerprint(loaded, layout),
         eager=config.eager or not is_capturable,

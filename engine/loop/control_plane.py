@@ -60,6 +60,7 @@ def build_scheduler(
         max_slots=config.max_slots,
         max_context_len=runner.max_context_len,
         token_budget=config.tokens_per_step(device),
+        lone_token_budget=config.tokens_per_lone_step(device),
         model_fingerprint=runner.model_fingerprint,
         num_l2_pages=num_l2_pages,
         use_l3=use_l3,

@@ -47,6 +47,7 @@ CONFIG_FIELDS = (
     "max_slots",
     "max_context_len",
     "token_budget",
+    "lone_token_budget",
     "model_fingerprint",
     "ageing_ms",
     "suffix_us_per_token",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.models.config_fields import ConfigFields
 from engine.weights.errors import ModelFormatError, UnsupportedModelError
 from engine.weights.quant_config import quant_scheme, read_json_object
 
@@ -107,31 +108,39 @@ def decoder_config_from_hf(directory: Path) -> DecoderConfig:
     """
     path = directory / "config.json"
     config = read_config(directory)
-    architectures = config.get("architectures") or [None]
-    if architectures[0] not in _HF_ARCHITECTURES:
+    name = architecture_name(config)
+    if name not in _HF_ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{path}: architectures is {architectures!r}; supported: {', '.join(_HF_ARCHITECTURES)}"
+            f"{path}: architectures is {config.get('architectures')!r}; "
+            f"supported: {', '.join(_HF_ARCHITECTURES)}"
         )
     refuse_other_values(config, path, _PLAIN)
     quant_scheme(config, directory)  # refuses what the weights' reader does not have
-    try:
-        num_heads = int(config["num_attention_heads"])
-        return DecoderConfig(
-            architecture="LlamaForCausalLM",
-            num_layers=int(config["num_hidden_layers"]),
-            hidden=int(config["hidden_size"]),
-            ffn=int(config["intermediate_size"]),
-            num_heads=num_heads,
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // num_heads),
-            vocab_size=int(config["vocab_size"]),
-            max_context_len=int(config["max_position_embeddings"]),
-            rms_eps=float(config["rms_norm_eps"]),
-            rope=rope_from_hf(config, path, _ROPE_KINDS),
-            is_tied=bool(config.get("tie_word_embeddings", False)),
+    fields = ConfigFields(config, path)
+    num_heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
+    num_kv_heads = fields.whole("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise UnsupportedModelError(
+            f"{path}: num_key_value_heads is {num_kv_heads}; "
+            f"supported: a divisor of num_attention_heads ({num_heads})"
         )
-    except KeyError as error:
-        raise ModelFormatError(f"{path}: key {error} is missing") from None
+    head_dim = fields.whole("head_dim", default=max(1, hidden // num_heads))
+    if head_dim % 2:
+        raise UnsupportedModelError(f"{path}: head_dim is {head_dim}; supported: even")
+    return DecoderConfig(
+        architecture="LlamaForCausalLM",
+        num_layers=fields.whole("num_hidden_layers"),
+        hidden=hidden,
+        ffn=fields.whole("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=fields.whole("vocab_size"),
+        max_context_len=fields.whole("max_position_embeddings"),
+        rms_eps=fields.number("rms_norm_eps"),
+        rope=rope_from_hf(fields, path, _ROPE_KINDS),
+        is_tied=fields.flag("tie_word_embeddings", False),
+    )
 
 
 def _gguf_key(metadata: Mapping[str, Any], key: str) -> Any:
@@ -160,25 +169,39 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_json_object(directory / "config.json")
 
 
-def rope_spec(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def architecture_name(config: Mapping[str, Any]) -> object:
+    """What `architectures` says; of several the first. None where it says nothing."""
+    names = config.get("architectures")
+    if isinstance(names, list):
+        return names[0] if names else None
+    return names
+
+
+def rope_spec(fields: ConfigFields) -> ConfigFields:
     """The rope settings in either form: `rope_parameters`, or `rope_scaling`."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return fields.table("rope_parameters", "rope_scaling")
 
 
-def rope_from_hf(config: Mapping[str, Any], path: Path, kinds: Sequence[str]) -> RopeConfig:
-    """Read rope settings of any kind but yarn's own fields. Raises UnsupportedModelError."""
-    spec = rope_spec(config)
-    kind = spec.get("rope_type", spec.get("type", "default"))
+def rope_from_hf(fields: ConfigFields, path: Path, kinds: Sequence[str]) -> RopeConfig:
+    """Read rope settings of any kind but yarn's own fields.
+
+    Raises: UnsupportedModelError, ModelFormatError.
+    """
+    spec = rope_spec(fields)
+    kind = spec.raw("rope_type") or spec.raw("type") or "default"
     if kind not in kinds:
         raise UnsupportedModelError(f"{path}: rope type is {kind!r}; supported: {', '.join(kinds)}")
-    context_len = config["max_position_embeddings"]
+    if spec.raw("partial_rotary_factor") not in (1, None):
+        found = spec.raw("partial_rotary_factor")
+        raise UnsupportedModelError(f"{path}: partial_rotary_factor is {found!r}; supported: 1.0")
+    context_len = fields.whole("max_position_embeddings")
     return RopeConfig(
-        theta=float(spec.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        theta=spec.number("rope_theta", default=fields.number("rope_theta", default=10000.0)),
         kind=kind,
-        factor=float(spec.get("factor", 1.0)),
-        low_freq_factor=float(spec.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(spec.get("high_freq_factor", 4.0)),
-        original_context_len=int(spec.get("original_max_position_embeddings", context_len)),
+        factor=spec.number("factor", default=1.0),
+        low_freq_factor=spec.number("low_freq_factor", default=1.0),
+        high_freq_factor=spec.number("high_freq_factor", default=4.0),
+        original_context_len=spec.whole("original_max_position_embeddings", default=context_len),
     )
 
 

@@ -26,7 +26,7 @@ from kernels.ops.norm import rms_norm
 from kernels.ops.sampling import argmax
 from kernels.ops.step_ids import embed_rows
 from kernels.step_work import StepWork
-from kvtiers.layout import FP8_GROUP, LatentLayout
+from kvtiers.layout import LatentLayout
 
 
 class DeepseekForCausalLM:
@@ -36,7 +36,6 @@ class DeepseekForCausalLM:
         self.config = config
         self.num_layers = config.num_layers
         self.vocab_size = config.vocab_size
-        self.takes_fp8_kv = config.latent_dim % FP8_GROUP == 0
         self.can_draft = stack.next_layer is not None
         self._stack = stack
         self._dtype = options.dtype
@@ -66,6 +65,18 @@ class DeepseekForCausalLM:
             rope_dim=self.config.rope_dim,
             dtype=dtype,
         )
+
+    @property
+    def step_bytes_per_token(self) -> int:
+        """See `PagedModel`. The widest is a layer's experts: rows sorted by expert, what is between
+        an expert's matrices, and the parts of each token's sum."""
+        config, experts = self.config, self.config.experts
+        widths = [config.num_heads * (config.head_dim + config.v_dim), 3 * config.ffn]
+        if experts is not None:
+            num_chosen = experts.top_k + experts.num_shared
+            widths.append(num_chosen * (2 * config.hidden + experts.ffn))
+        # Beside it the residual before and after, its norm, and the norm once more in fp32.
+        return (max(widths) + 5 * config.hidden) * self._dtype.itemsize + 4 * config.hidden
 
     def fold_forms(self, kv_pool: torch.Tensor) -> tuple[FoldForm, ...]:
         """See `FoldingModel`."""

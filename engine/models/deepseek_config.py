@@ -8,30 +8,36 @@ Of the next-token-prediction layers behind the last one, the first may be used t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from engine.models.config import (
     RopeConfig,
+    architecture_name,
     read_config,
     refuse_other_values,
     rope_from_hf,
     rope_spec,
 )
+from engine.models.config_fields import ConfigFields
 from engine.weights.errors import ModelFormatError, UnsupportedModelError
 from engine.weights.quant_config import quant_scheme
+from kvtiers.layout import FP8_GROUP
 
 V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 ARCHITECTURES = (V2, V3)
 ROPE_KINDS = ("default", "yarn")
 MAX_TOP_K = 16  # what routing kernels keep in registers
+LEAST_GPU_SIZE = 16  # the shortest side of a tile that tensor cores multiply
 
 _PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", None),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
+    "sliding_window": (None,),
+    "partial_rotary_factor": (1.0, None),
+    "index_topk": (None,),  # sparse attention
 }
 _METHODS: dict[str, tuple[Literal["softmax", "sigmoid"], Literal["max", "top2"]]] = {
     "greedy": ("softmax", "max"),
@@ -87,110 +93,121 @@ class DeepseekConfig:
         """Width of a head's query and key."""
         return self.nope_dim + self.rope_dim
 
+    @property
+    def takes_fp8_kv(self) -> bool:
+        """Whether the latents divide into the groups that share a scale."""
+        return self.latent_dim % FP8_GROUP == 0
+
 
 def deepseek_config_from_hf(directory: Path) -> DeepseekConfig:
     """Read config.json of a Hugging Face directory.
 
     Raises:
         UnsupportedModelError: a feature we do not have, named.
-        ModelFormatError: the file is damaged, or a key is missing or not a number.
+        ModelFormatError: the file is damaged, or a field is missing or has no value it can have.
     """
     config, path = read_config(directory), directory / "config.json"
     refuse_other_values(config, path, _PLAIN)
     quant_scheme(config, directory)  # refuses what the weights' reader does not have
-    try:
-        return _config(config, path)
-    except KeyError as error:
-        raise ModelFormatError(f"{path}: key {error} is missing") from None
-    except TypeError as error:
-        raise ModelFormatError(f"{path}: a key has a value of the wrong type: {error}") from None
+    return _config(ConfigFields(config, path), path, is_v3=architecture_name(config) == V3)
 
 
-def _config(config: Mapping[str, Any], path: Path) -> DeepseekConfig:
-    num_layers = int(config["num_hidden_layers"])
-    num_heads = int(config["num_attention_heads"])
-    if config.get("num_key_value_heads") not in (None, num_heads):
+def check_for_gpu(config: DeepseekConfig) -> None:
+    """Refuse sizes that no captured step on a GPU has kernels for.
+
+    Raises:
+        UnsupportedModelError: naming the field, the value and what is supported.
+    """
+    sizes = {"kv_lora_rank": config.latent_dim, "qk_rope_head_dim": config.rope_dim}
+    for name, size in sizes.items():
+        if size < LEAST_GPU_SIZE or size & (size - 1):
+            raise UnsupportedModelError(
+                f"config.json: {name} is {size}; supported on a GPU: powers of two from "
+                f"{LEAST_GPU_SIZE} on (hint: engine.device=cpu)"
+            )
+
+
+def _config(fields: ConfigFields, path: Path, *, is_v3: bool) -> DeepseekConfig:
+    num_layers, num_heads = fields.whole("num_hidden_layers"), fields.whole("num_attention_heads")
+    if fields.whole("num_key_value_heads", default=num_heads) != num_heads:
         raise UnsupportedModelError(
-            f"{path}: num_key_value_heads is {config['num_key_value_heads']!r}; "
+            f"{path}: num_key_value_heads is {fields.raw('num_key_value_heads')!r}; "
             f"supported: num_attention_heads ({num_heads})"
         )
-    nope_dim, rope_dim = int(config["qk_nope_head_dim"]), int(config["qk_rope_head_dim"])
+    nope_dim, rope_dim = fields.whole("qk_nope_head_dim"), fields.whole("qk_rope_head_dim")
     if rope_dim % 2:
         raise UnsupportedModelError(f"{path}: qk_rope_head_dim is {rope_dim}; supported: even")
-    experts = _experts(config, path)
-    rope, mscale = _rope(config, path)
+    experts = _experts(fields, path, is_v3=is_v3)
+    rope, mscale = _rope(fields, path)
     return DeepseekConfig(
-        architecture=config["architectures"][0],
+        architecture=V3 if is_v3 else V2,
         num_layers=num_layers,
-        hidden=int(config["hidden_size"]),
-        ffn=int(config["intermediate_size"]),
+        hidden=fields.whole("hidden_size"),
+        ffn=fields.whole("intermediate_size"),
         num_heads=num_heads,
-        q_rank=int(config.get("q_lora_rank") or 0),
-        latent_dim=int(config["kv_lora_rank"]),
+        q_rank=fields.whole("q_lora_rank", low=0, default=0),
+        latent_dim=fields.whole("kv_lora_rank"),
         nope_dim=nope_dim,
         rope_dim=rope_dim,
-        v_dim=int(config["v_head_dim"]),
-        vocab_size=int(config["vocab_size"]),
-        max_context_len=int(config["max_position_embeddings"]),
-        rms_eps=float(config["rms_norm_eps"]),
+        v_dim=fields.whole("v_head_dim"),
+        vocab_size=fields.whole("vocab_size"),
+        max_context_len=fields.whole("max_position_embeddings"),
+        rms_eps=fields.number("rms_norm_eps"),
         rope=rope,
-        is_rope_interleaved=bool(config.get("rope_interleave", True)),
+        is_rope_interleaved=fields.flag("rope_interleave", True),
         softmax_scale=(nope_dim + rope_dim) ** -0.5 * mscale * mscale,
-        is_tied=bool(config.get("tie_word_embeddings", False)),
+        is_tied=fields.flag("tie_word_embeddings", False),
         experts=experts,
-        moe_layers=_moe_layers(config, num_layers, experts is not None),
-        num_next_layers=int(config.get("num_nextn_predict_layers") or 0),
+        moe_layers=_moe_layers(fields, num_layers, experts is not None),
+        num_next_layers=fields.whole("num_nextn_predict_layers", low=0, default=0),
     )
 
 
-def _moe_layers(config: Mapping[str, Any], num_layers: int, has_experts: bool) -> tuple[bool, ...]:
-    first, every = (
-        int(config.get("first_k_dense_replace") or 0),
-        int(config.get("moe_layer_freq") or 1),
-    )
+def _moe_layers(fields: ConfigFields, num_layers: int, has_experts: bool) -> tuple[bool, ...]:
+    first = fields.whole("first_k_dense_replace", low=0, default=0)
+    every = fields.whole("moe_layer_freq", default=1)
     return tuple(
         has_experts and index >= first and index % every == 0 for index in range(num_layers)
     )
 
 
-def _experts(config: Mapping[str, Any], path: Path) -> ExpertsConfig | None:
-    num_experts = int(config.get("n_routed_experts") or 0)
+def _experts(fields: ConfigFields, path: Path, *, is_v3: bool) -> ExpertsConfig | None:
+    num_experts = fields.whole("n_routed_experts", low=0, default=0)
     if not num_experts:
         return None
-    is_v3 = config["architectures"][0] == V3
-    method = config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy")
-    if method not in _METHODS:
+    method = fields.raw("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    if not isinstance(method, str) or method not in _METHODS:
         raise UnsupportedModelError(
             f"{path}: topk_method is {method!r}; supported: {', '.join(_METHODS)}"
         )
     score, group_score = _METHODS[method]
-    if config.get("scoring_func", score) != score:
+    if fields.raw("scoring_func") not in (score, None):
         raise UnsupportedModelError(
-            f"{path}: scoring_func is {config['scoring_func']!r}; "
+            f"{path}: scoring_func is {fields.raw('scoring_func')!r}; "
             f"supported with topk_method {method!r}: {score!r}"
         )
-    renormalise = bool(config.get("norm_topk_prob", is_v3))
+    renormalise = fields.flag("norm_topk_prob", is_v3)
     if renormalise and score == "softmax":
         # The released code of the two families disagrees on whether the scale then applies.
         raise UnsupportedModelError(
             f"{path}: norm_topk_prob is True; supported with scoring_func 'softmax': False"
         )
     is_grouped = method != "greedy"
-    num_groups = int(config.get("n_group") or 1) if is_grouped else 1
-    groups_kept = int(config.get("topk_group") or 1) if is_grouped else 1
-    top_k = int(config["num_experts_per_tok"])
+    num_groups = fields.whole("n_group", default=1) if is_grouped else 1
+    groups_kept = fields.whole("topk_group", default=1) if is_grouped else 1
+    top_k = fields.whole("num_experts_per_tok")
     _check_groups(path, num_experts, num_groups, groups_kept, top_k)
     return ExpertsConfig(
         num_experts=num_experts,
         top_k=top_k,
-        ffn=int(config["moe_intermediate_size"]),
-        num_shared=int(config.get("n_shared_experts") or 0),
+        ffn=fields.whole("moe_intermediate_size"),
+        num_shared=fields.whole("n_shared_experts", low=0, default=0),
         score=score,
         num_groups=num_groups,
         groups_kept=groups_kept,
         group_score=group_score,
         renormalise=renormalise,
-        scale=float(config.get("routed_scaling_factor", 1.0)),
+        scale=fields.number("routed_scaling_factor", default=1.0),
         has_bias=score == "sigmoid",
     )
 
@@ -209,37 +226,38 @@ def _check_groups(path: Path, num_experts: int, groups: int, kept: int, top_k: i
         )
 
 
-def _rope(config: Mapping[str, Any], path: Path) -> tuple[RopeConfig, float]:
+def _rope(fields: ConfigFields, path: Path) -> tuple[RopeConfig, float]:
     """The rope, and YaRN's factor on queries and keys (its square scales the softmax)."""
-    rope = rope_from_hf(config, path, ROPE_KINDS)
+    rope = rope_from_hf(fields, path, ROPE_KINDS)
     if rope.kind != "yarn":
         return rope, 1.0
-    spec = rope_spec(config)
-    original = spec.get("original_max_position_embeddings")
-    if not original:
+    spec = rope_spec(fields)
+    if spec.raw("original_max_position_embeddings") is None:
         raise ModelFormatError(
-            f"{path}: yarn rope needs original_max_position_embeddings, found {original!r}"
+            f"{path}: yarn rope needs original_max_position_embeddings, found None"
         )
-    factor = float(spec.get("factor") or _stretch(config, original))
-    mscale, all_dim = spec.get("mscale"), spec.get("mscale_all_dim")
+    if spec.raw("truncate") not in (True, None):
+        raise UnsupportedModelError(
+            f"{path}: truncate is {spec.raw('truncate')!r}; supported: True"
+        )
+    # Where the rope settings do not say how far the context is stretched, its lengths do.
+    stretch = fields.whole("max_position_embeddings") / rope.original_context_len
+    factor = spec.number("factor", default=stretch)
+    # Zero says the same as nothing, here and of the betas.
+    mscale, all_dim = (
+        spec.number(name) if spec.raw(name) else 0.0 for name in ("mscale", "mscale_all_dim")
+    )
     on_rotation = _mscale(factor, 1.0)
     if mscale and all_dim:
-        on_rotation = _mscale(factor, float(mscale)) / _mscale(factor, float(all_dim))
-    if spec.get("attention_factor") is not None:
-        on_rotation = float(spec["attention_factor"])
+        on_rotation = _mscale(factor, mscale) / _mscale(factor, all_dim)
     yarn = replace(
         rope,
         factor=factor,
-        beta_fast=float(spec.get("beta_fast") or 32),
-        beta_slow=float(spec.get("beta_slow") or 1),
-        attention_factor=on_rotation,
+        beta_fast=spec.number("beta_fast") if spec.raw("beta_fast") else 32.0,
+        beta_slow=spec.number("beta_slow") if spec.raw("beta_slow") else 1.0,
+        attention_factor=spec.number("attention_factor", default=on_rotation),
     )
-    return yarn, _mscale(factor, float(all_dim)) if all_dim else 1.0
-
-
-def _stretch(config: Mapping[str, Any], original_context_len: int) -> float:
-    """How far the context is stretched, where the rope settings do not say."""
-    return float(config["max_position_embeddings"]) / original_context_len
+    return yarn, _mscale(factor, all_dim) if all_dim else 1.0
 
 
 def _mscale(factor: float, mscale: float) -> float:

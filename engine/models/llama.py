@@ -27,8 +27,12 @@ class LlamaForCausalLM:
         self.config = config
         self.num_layers = config.num_layers
         self.vocab_size = config.vocab_size
-        self.takes_fp8_kv = False
         self.stack = stack
+
+    @property
+    def step_bytes_per_token(self) -> int:
+        """See `PagedModel`; in fp32. The widest is what is between a layer's last matrices."""
+        return 4 * (3 * self.config.ffn + 5 * self.config.hidden)
 
     def kv_layout(self, page_size: int, dtype: str) -> PageLayout:
         return PageLayout(

@@ -144,8 +144,8 @@ class PagedModel(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def takes_fp8_kv(self) -> bool:
-        """Whether `kv_layout` has a form in fp8."""
+    def step_bytes_per_token(self) -> int:
+        """What a prefill step holds at once for each of its tokens, about; bytes."""
         ...
 
     def kv_layout(self, page_size: int, dtype: str) -> KvLayout:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.models import deepseek, llama
-from engine.models.config import decoder_config_from_hf, read_config
+from engine.models.config import architecture_name, decoder_config_from_hf, read_config
 from engine.models.deepseek_config import ARCHITECTURES as DEEPSEEK_ARCHITECTURES
-from engine.models.deepseek_config import deepseek_config_from_hf
+from engine.models.deepseek_config import check_for_gpu, deepseek_config_from_hf
 from engine.weights.errors import UnsupportedModelError
 
 
@@ -26,13 +26,18 @@ class Architecture:
     read_config: Callable[[Path], Any]
     devices: tuple[str, ...] = ("cpu",)
     has_fused_decoder: bool = False  # the op llama_forward runs all of it
+    # Raises UnsupportedModelError for a configuration that GPU kernels do not take; None: they do.
+    check_for_gpu: Callable[[Any], None] | None = None
 
 
 _LLAMA = Architecture(
     model=llama.EntryClass, read_config=decoder_config_from_hf, has_fused_decoder=True
 )
 _DEEPSEEK = Architecture(
-    model=deepseek.EntryClass, read_config=deepseek_config_from_hf, devices=("cpu", "cuda")
+    model=deepseek.EntryClass,
+    read_config=deepseek_config_from_hf,
+    devices=("cpu", "cuda"),
+    check_for_gpu=check_for_gpu,
 )
 _ARCHITECTURES = {
     "LlamaForCausalLM": _LLAMA,
@@ -65,8 +70,8 @@ def architecture_of(directory: Path) -> Architecture:
         UnsupportedModelError: naming the architectures we have.
         ModelFormatError: config.json is damaged.
     """
-    names = read_config(directory).get("architectures") or [None]
+    name = architecture_name(read_config(directory))
     try:
-        return architecture(names[0])
+        return architecture(name)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{directory / 'config.json'}: {error}") from None

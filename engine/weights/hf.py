@@ -15,12 +15,30 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.weights.errors import ModelFormatError, ModelNotFoundError, WeightMismatchError
-from engine.weights.reader import check_shape
+from engine.weights.reader import check_dtype, check_shape
 from kernels.fp8_weight import Fp8Weight
 from kernels.packed_weight import PackedWeight
 from kernels.reference.quant import W4Weight
 
 _INDEX = "model.safetensors.index.json"
+# As the header of a safetensors file names them.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# What stands for itself; numbers of fewer bits mean nothing without their scales.
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class HfWeights:
@@ -45,7 +63,12 @@ class HfWeights:
         return False
 
     def check(self, name: str, shape: Sequence[int]) -> None:
+        self.check_part(name, shape, *_PLAIN)
+
+    def check_part(self, name: str, shape: Sequence[int], *dtypes: torch.dtype) -> None:
+        """Raises WeightMismatchError where a tensor has another shape, or none of these dtypes."""
         check_shape(name, self.shape(name, shape), shape)
+        check_dtype(name, self.dtype(name), dtypes)
 
     def shape(self, name: str, expected: Sequence[int] = ()) -> list[int]:
         """The stored shape. Raises WeightMismatchError where there is no such tensor."""
@@ -56,11 +79,17 @@ class HfWeights:
             raise ModelFormatError(f"{self._file_of[name]}: tensor {name!r}: {error}") from error
         return found
 
-    def raw(self, name: str, shape: Sequence[int] | None = None) -> torch.Tensor:
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The stored dtype; None for one that torch does not have."""
+        file = self._file(name, ())
+        try:
+            return _DTYPES.get(file.get_slice(name).get_dtype())
+        except SafetensorError as error:
+            raise ModelFormatError(f"{self._file_of[name]}: tensor {name!r}: {error}") from error
+
+    def raw(self, name: str) -> torch.Tensor:
         """The tensor as it is stored; a copy. Raises WeightMismatchError, ModelFormatError."""
-        if shape is not None:
-            self.check(name, shape)
-        file = self._file(name, shape or ())
+        file = self._file(name, ())
         try:
             values: torch.Tensor = file.get_tensor(name)
         except SafetensorError as error:
@@ -77,12 +106,8 @@ class HfWeights:
         return values
 
     def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        values = self.raw(name, shape)
-        if not values.is_floating_point():
-            raise WeightMismatchError(
-                f"tensor {name!r}: found {values.dtype}, expected a floating-point tensor"
-            )
-        return values.to(dtype, copy=True)
+        self.check(name, shape)
+        return self.raw(name).to(dtype, copy=True)
 
     def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
         return None
@@ -107,10 +132,10 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     index = directory / _INDEX
     if index.exists():
         try:
-            entries = json.loads(index.read_text("utf-8"))["weight_map"]
+            entries = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+            missing = sorted({f for f in entries.values() if not (directory / f).is_file()})
         except (ValueError, KeyError, TypeError) as error:
             raise ModelFormatError(f"{index}: no readable weight_map: {error}") from None
-        missing = sorted({f for f in entries.values() if not (directory / f).is_file()})
         if missing:
             raise ModelNotFoundError(f"{index}: names files that are not there: {missing}")
         return {name: directory / file for name, file in entries.items()}

@@ -60,11 +60,9 @@ def quant_scheme(config: Mapping[str, Any], directory: Path) -> QuantScheme | No
         ModelFormatError: hf_quant_config.json is damaged.
     """
     path = directory / "config.json"
-    spec = config.get("quantization_config")
+    spec = _object(config.get("quantization_config"), f"{path}: quantization_config")
     if not spec:
         return _modelopt_beside(directory)
-    if not isinstance(spec, Mapping):
-        raise ModelFormatError(f"{path}: quantization_config is no object")
     method = spec.get("quant_method")
     if method == "modelopt":
         return _modelopt(spec, f"{path}: quantization_config")
@@ -102,13 +100,13 @@ def _modelopt(spec: Mapping[str, Any], where: str) -> QuantScheme:
 
 def _compressed(spec: Mapping[str, Any], where: str) -> QuantScheme:
     stored = spec.get("format")
-    groups = spec.get("config_groups") or {}
+    groups = _objects(spec.get("config_groups"), f"{where}.config_groups")
     for name, group in groups.items():
         stored = group.get("format") or stored
-        if stored not in _WANTED_WEIGHTS:
+        if not isinstance(stored, str) or stored not in _WANTED_WEIGHTS:
             raise _unsupported(f"{where}.config_groups.{name}", "format", stored, *_WANTED_WEIGHTS)
-        weights = group.get("weights") or {}
         at = f"{where}.config_groups.{name}.weights"
+        weights = _object(group.get("weights"), at)
         for key, wanted in _WANTED_WEIGHTS[stored].items():
             if weights.get(key) != wanted:
                 raise _unsupported(at, key, weights.get(key), wanted)
@@ -116,12 +114,23 @@ def _compressed(spec: Mapping[str, Any], where: str) -> QuantScheme:
             raise _unsupported(at, "symmetric", False, True)
         if weights.get("actorder"):
             raise _unsupported(at, "actorder", weights["actorder"], None)
-    if stored not in _LAYOUT_OF_FORMAT:
+    if not isinstance(stored, str) or stored not in _LAYOUT_OF_FORMAT:
         raise _unsupported(where, "format", stored, *_LAYOUT_OF_FORMAT)
     layouts = {group.get("format") or spec.get("format") for group in groups.values()}
     if len(layouts) > 1:
         raise _unsupported(where, "config_groups", sorted(map(str, layouts)), "one format for all")
     return QuantScheme(layout=_LAYOUT_OF_FORMAT[stored])
+
+
+def _object(value: object, where: str) -> Mapping[str, Any]:
+    """A JSON object; nothing counts as an empty one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise ModelFormatError(f"{where} is {value!r}; allowed: an object")
+    return value or {}
+
+
+def _objects(value: object, where: str) -> dict[str, Mapping[str, Any]]:
+    return {name: _object(item, f"{where}.{name}") for name, item in _object(value, where).items()}
 
 
 def _fp8(spec: Mapping[str, Any], where: str) -> QuantScheme:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from engine.weights.reader import check_shape
+from engine.weights.reader import check_dtype, check_shape
 from kernels.reference.quant import E4M3_MAX, decode_e8m0, quantize_w4
 
 FORMATS = ("nvfp4", "mxfp4", "mxint4", "fp8")
@@ -111,8 +111,9 @@ class HeldTensors:
     def has(self, name: str) -> bool:
         return name in self._tensors
 
-    def check(self, name: str, shape: Sequence[int]) -> None:
+    def check_part(self, name: str, shape: Sequence[int], *dtypes: torch.dtype) -> None:
         check_shape(name, self._tensors[name].shape, shape)
+        check_dtype(name, self._tensors[name].dtype, dtypes)
 
     def shape(self, name: str) -> list[int]:
         return list(self._tensors[name].shape)

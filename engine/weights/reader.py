@@ -85,6 +85,13 @@ def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> Non
         )
 
 
+def check_dtype(name: str, found: torch.dtype | None, allowed: Sequence[torch.dtype]) -> None:
+    """Raises: WeightMismatchError where it is another one; any is right where none is allowed."""
+    if allowed and found not in allowed:
+        spelled = " | ".join(str(dtype) for dtype in allowed)
+        raise WeightMismatchError(f"tensor {name!r}: found {found}, expected {spelled}")
+
+
 class RandomWeights:
     """A checkpoint that was never trained, for benchmarks: seeded by each tensor's name.
 

@@ -16,6 +16,7 @@ Source: the files that NVIDIA ModelOpt, compressed-tensors, DeepSeek-V3 and gpt-
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from kernels.fp8_weight import Fp8Weight
 from kernels.reference.quant import W4Weight, dequantize_w4
 
 _E8M0_BIAS = 127
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -37,7 +39,7 @@ class TensorFiles(Protocol):
     """Stored tensors by name (HfWeights is one). Raises: WeightMismatchError, ModelFormatError."""
 
     def has(self, name: str) -> bool: ...
-    def check(self, name: str, shape: Sequence[int]) -> None: ...
+    def check_part(self, name: str, shape: Sequence[int], *dtypes: torch.dtype) -> None: ...
     def shape(self, name: str) -> list[int]: ...
     def raw(self, name: str) -> torch.Tensor: ...
     def raw_entry(self, name: str, index: int) -> torch.Tensor: ...
@@ -97,10 +99,15 @@ class W4Format:
             raise WeightMismatchError(
                 f"tensor {name!r}: found {num_cols} columns, expected a multiple of {group}"
             )
-        files.check(_part(name, self.packed), (num_rows, num_cols // self._codes_a_word))
-        files.check(_part(name, self.scale), (num_rows, num_cols // group))
+        word = torch.int32 if self.layout == "packed_int4" else torch.uint8
+        files.check_part(_part(name, self.packed), (num_rows, num_cols // self._codes_a_word), word)
+        files.check_part(_part(name, self.scale), (num_rows, num_cols // group), *self._scales)
         if self.top is not None:
-            files.shape(_part(name, self.top))
+            stored = _part(name, self.top)
+            found = files.shape(stored)
+            if math.prod(found) != 1:
+                raise WeightMismatchError(f"tensor {stored!r}: found shape {found}, expected [1]")
+            files.check_part(stored, found, *_FLOATS)
 
     def dense(self, files: TensorFiles, name: str, shape: Sequence[int]) -> torch.Tensor:
         if self.layout == "packed_int4":
@@ -116,12 +123,12 @@ class W4Format:
         one = torch.ones((), dtype=torch.float32)
         if self.layout == "packed_int4":
             return self._mxint4(files, name)
-        packed = _typed(files, _part(name, self.packed), torch.uint8)
+        packed = files.raw(_part(name, self.packed))
         scale_name = _part(name, self.scale)
         if self.top is None:
-            scales = _typed(files, scale_name, torch.uint8)
+            scales = files.raw(scale_name)
             return W4Weight(format="mxfp4", packed=packed, scales=scales, global_scale=one)
-        scales = _typed(files, scale_name, torch.float8_e4m3fn)
+        scales = files.raw(scale_name)
         top = files.raw(_part(name, self.top)).float().reshape(())
         factor = top if self.layout == "modelopt_nvfp4" else 1 / top
         return W4Weight(format="nvfp4", packed=packed, scales=scales, global_scale=factor)
@@ -132,6 +139,13 @@ class W4Format:
     def shape(self, files: TensorFiles, name: str) -> list[int]:
         num_rows, width = files.shape(_part(name, self.packed))
         return [num_rows, width * self._codes_a_word]
+
+    @property
+    def _scales(self) -> tuple[torch.dtype, ...]:
+        """Dtypes that they may have."""
+        if self.layout == "packed_int4":
+            return _FLOATS
+        return (torch.uint8,) if self.top is None else (torch.float8_e4m3fn,)
 
     @property
     def _codes_a_word(self) -> int:
@@ -150,7 +164,7 @@ class W4Format:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes -8..7 in fp32 [N, K], and scales as they are stored."""
         self.check(files, name, shape)
-        words = _typed(files, _part(name, self.packed), torch.int32)
+        words = files.raw(_part(name, self.packed))
         shifts = torch.arange(0, 32, 4, dtype=torch.int32)
         codes = ((words[..., None] >> shifts) & 15).flatten(-2) - 8
         return codes.float(), files.raw(_part(name, self.scale))
@@ -161,7 +175,7 @@ class W4Format:
         mantissa, exponent = torch.frexp(scales)
         if not bool((mantissa == 0.5).all()):
             return None
-        words = _typed(files, _part(name, self.packed), torch.int32)
+        words = files.raw(_part(name, self.packed))
         return W4Weight(
             format="mxint4",
             # Eight added to four bits and the top bit flipped are the same thing.
@@ -181,13 +195,13 @@ class Fp8Block:
         return files.has(_part(name, "weight_scale_inv"))
 
     def check(self, files: TensorFiles, name: str, shape: Sequence[int]) -> None:
-        files.check(name, shape)
+        files.check_part(name, shape, torch.float8_e4m3fn)
         grid = [-(-size // step) for size, step in zip(shape, self.block, strict=True)]
-        files.check(_part(name, "weight_scale_inv"), grid)
+        files.check_part(_part(name, "weight_scale_inv"), grid, *_FLOATS, torch.float8_e8m0fnu)
 
     def dense(self, files: TensorFiles, name: str, shape: Sequence[int]) -> torch.Tensor:
         self.check(files, name, shape)
-        values = _typed(files, name, torch.float8_e4m3fn).float()
+        values = files.raw(name).float()
         scales = files.raw(_part(name, "weight_scale_inv")).float()
         for axis, step in enumerate(self.block):
             scales = scales.repeat_interleave(step, dim=axis).narrow(axis, 0, shape[axis])
@@ -201,7 +215,7 @@ class Fp8Block:
             return None
         self.check(files, name, shape)
         return Fp8Weight(
-            values=_typed(files, name, torch.float8_e4m3fn),
+            values=files.raw(name),
             scales=files.raw(_part(name, "weight_scale_inv")).float(),
         )
 
@@ -223,6 +237,10 @@ class FusedMxfp4:
     def check(self, files: TensorFiles, name: str, shape: Sequence[int]) -> None:
         match = _EXPERT.fullmatch(name)
         assert match is not None, "asked of what it holds"
+        if shape[1] % GROUP_LEN:
+            raise WeightMismatchError(
+                f"tensor {name!r}: found {shape[1]} columns, expected a multiple of {GROUP_LEN}"
+            )
         num_rows = shape[0] * (1 if match[3] == "down" else 2)
         num_groups = shape[1] // GROUP_LEN
         for part, inner in (("blocks", [GROUP_LEN // 2]), ("scales", [])):
@@ -234,6 +252,7 @@ class FusedMxfp4:
                     f"tensor {stored!r}: found shape {found}, expected "
                     f"{['more than ' + match[2], *wanted]} for {name!r}"
                 )
+            files.check_part(stored, found, torch.uint8)
 
     def dense(self, files: TensorFiles, name: str, shape: Sequence[int]) -> torch.Tensor:
         return dequantize_w4(self.w4(files, name, shape))
@@ -296,10 +315,3 @@ def _part(name: str, suffix: str) -> str:
 
 def _fused(match: re.Match[str], part: str) -> str:
     return f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}_{part}"
-
-
-def _typed(files: TensorFiles, name: str, dtype: torch.dtype) -> torch.Tensor:
-    values = files.raw(name)
-    if values.dtype != dtype:
-        raise WeightMismatchError(f"tensor {name!r}: found {values.dtype}, expected {dtype}")
-    return values

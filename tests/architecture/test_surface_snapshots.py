@@ -51,6 +51,7 @@ FIELDS = [
     "engine.kv_pool_tokens",
     "engine.max_slots",
     "engine.token_budget",
+    "engine.lone_token_budget",
     "engine.max_context_len",
     "engine.eager",
     "engine.prefill_graphs",

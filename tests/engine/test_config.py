@@ -46,6 +46,7 @@ def test_missing_settings_keep_their_defaults_and_whole_numbers_may_stand_for_se
         ({"kv_pool_tokens": 100}, "engine.kv_pool_tokens", "at least 2 pages (128)"),
         ({"max_slots": 0}, "engine.max_slots", "1 to 4096"),
         ({"token_budget": 4}, "engine.token_budget", "at least engine.max_slots (16)"),
+        ({"lone_token_budget": -1}, "engine.lone_token_budget", "0 to 1048576"),
         ({"max_context_len": -5}, "engine.max_context_len", "0 to"),
         ({"run_dir": "/" + "x" * 100}, "engine.run_dir", "Unix socket"),
         ({"drain_s": -1.0}, "engine.drain_s", "0 to 3600"),
@@ -100,6 +101,28 @@ def test_a_step_holds_as_many_tokens_as_configured_or_as_suits_the_device() -> N
     assert EngineConfig().tokens_per_step("cpu") == 512
     assert EngineConfig().tokens_per_step("cuda") == 4096
     assert EngineConfig(max_slots=1000).tokens_per_step("cpu") == 1000
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "expected"),
+    [
+        ("cpu", {}, 512),
+        ("cuda", {}, 8192),
+        ("cuda", {"token_budget": 4096}, 4096),  # as it was set, for whoever comes
+        ("cuda", {"token_budget": 2048, "lone_token_budget": 16384}, 16384),
+        ("cuda", {"lone_token_budget": 16384}, 16384),
+        ("cuda", {"lone_token_budget": 4096}, 4096),
+        ("cuda", {"lone_token_budget": 1}, 4096),
+        ("cpu", {"lone_token_budget": 1024}, 1024),
+        ("cpu", {"max_slots": 1000}, 1000),
+    ],
+)
+def test_a_lone_prompt_s_step_holds_no_less(
+    device: str, settings: dict[str, int], expected: int
+) -> None:
+    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    config.validate()
+    assert config.tokens_per_lone_step(device) == expected >= config.tokens_per_step(device)
 
 
 def _numbers(cls: type, path: str = "") -> Iterator[str]:

@@ -16,13 +16,19 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.execution.model_loading import load_model
 from engine.execution.model_runner import build_model_runner
 from engine.models.deepseek import DeepseekForCausalLM
 from engine.models.deepseek_config import deepseek_config_from_hf
 from engine.models.model import LoadOptions
 from engine.text.assets import load_text_assets
 from engine.text.errors import TokenizerError
-from engine.weights.errors import ModelFormatError, UnsupportedModelError, WeightMismatchError
+from engine.weights.errors import (
+    ModelFormatError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    WeightMismatchError,
+)
 from engine.weights.hf import HfWeights
 from engine.weights.quant_writer import quantization_config
 from tests.fakes.paged_driver import PagedDriver
@@ -198,7 +204,7 @@ def test_renormalised_softmax_routing_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"kv_lora_rank": None}, "wrong type"),
+        ({"kv_lora_rank": None}, "kv_lora_rank is None; allowed: a whole number of 1 or more"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
     ],
 )
@@ -295,6 +301,39 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = EngineConfig(model=str(tmp_path), load_format="dummy", device="cuda")
     with pytest.raises(ConfigError, match=r"engine\.device = 'cuda'.*torch finds no GPU"):
         build_model_runner(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"kv_dtype": "fp8"},
+            r"engine\.kv_dtype = 'fp8': allowed: auto, as activations are float32",
+        ),
+        ({"kv_dtype": "fp8", "dtype": "bfloat16"}, r"engine\.kv_dtype = 'fp8'.*groups of 128"),
+        ({"kernels": "mla_decode=nothing"}, r"engine\.kernels = 'mla_decode=nothing'"),
+        ({"weights": "packed"}, r"engine\.weights = 'packed'"),
+        ({"max_context_len": 129}, r"engine\.max_context_len = 129"),
+        ({"speculation": "mtp"}, r"engine\.speculation = 'mtp'"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_named_before_weights_are_looked_for(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    _write(tmp_path, {**_V3, **_TINY, "num_nextn_predict_layers": 0})
+    with pytest.raises(ConfigError, match=said):
+        build_model_runner(EngineConfig(model=str(tmp_path), device="cpu", **changes))
+    with pytest.raises(ModelNotFoundError, match=r"no \*\.safetensors"):
+        build_model_runner(EngineConfig(model=str(tmp_path), device="cpu"))
+
+
+def test_sizes_without_gpu_kernels_are_named_before_weights_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    _write(tmp_path, {**_V3, "kv_lora_rank": 384})
+    with pytest.raises(UnsupportedModelError, match="kv_lora_rank is 384; supported on a GPU"):
+        load_model(EngineConfig(model=str(tmp_path)))
 
 
 def test_a_model_without_gpu_kernels_says_so() -> None:

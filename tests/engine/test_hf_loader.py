@@ -88,7 +88,10 @@ def test_an_index_that_names_a_missing_shard_says_which(tmp_path: Path) -> None:
         HfWeights(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "{}", '{"weight_map": 5}', '{"weight_map": [1]}', '{"weight_map": {"a": 5}}'],
+)
 def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelFormatError, match=r"index\.json"):

@@ -245,8 +245,69 @@ def test_a_part_of_another_dtype_is_named(tmp_path: Path) -> None:
 def test_codes_are_never_taken_for_plain_numbers(tmp_path: Path) -> None:
     tensors = {_NAME: _random_bytes(_N, _K)}
     reader = open_hf_weights(_write(tmp_path, _MODELOPT, tensors))
-    with pytest.raises(WeightMismatchError, match="uint8, expected a floating-point tensor"):
+    with pytest.raises(WeightMismatchError, match=r"uint8, expected torch\.bfloat16 \| .*float32"):
         reader.dense(_NAME, (_N, _K), torch.float32)
+
+
+def test_low_bit_numbers_without_their_scales_are_never_taken_for_plain_ones(
+    tmp_path: Path,
+) -> None:
+    """Where the scales are missing, and where the configuration says nothing of them."""
+    tensors = {_NAME: torch.ones(128, 128).to(torch.float8_e4m3fn)}
+    for spec in (_FP8, {}):
+        reader = open_hf_weights(_write(tmp_path, spec, tensors))
+        with pytest.raises(WeightMismatchError, match=r"up_proj.weight': found .*float8_e4m3"):
+            reader.check(_NAME, (128, 128))
+        with pytest.raises(WeightMismatchError, match=r"up_proj.weight': found .*float8_e4m3"):
+            reader.dense(_NAME, (128, 128), torch.float32)
+
+
+def _layouts() -> dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """What each layout keeps one weight [_N, _K] in."""
+    packed, scales, _ = _nvfp4_parts()
+    e4m3, one = scales.view(torch.float8_e4m3fn), torch.ones(1)
+    halves = torch.ones(_N, _K // 32, dtype=torch.bfloat16)
+    words = packed.view(torch.int32)
+    values = torch.ones(_N, _K).to(torch.float8_e4m3fn)
+    return {
+        "modelopt": (_MODELOPT, {"weight": packed, "weight_scale": e4m3, "weight_scale_2": one}),
+        "nvfp4": (
+            _compressed("nvfp4-pack-quantized", "float", 16),
+            {"weight_packed": packed, "weight_scale": e4m3, "weight_global_scale": one},
+        ),
+        "mxfp4": (
+            _compressed("mxfp4-pack-quantized", "float", 32),
+            {"weight_packed": packed, "weight_scale": _random_bytes(_N, _K // 32)},
+        ),
+        "int4": (
+            _compressed("pack-quantized", "int", 32),
+            {"weight_packed": words, "weight_scale": halves},
+        ),
+        "fp8": (_FP8, {"weight": values, "weight_scale_inv": torch.ones(1, 1)}),
+    }
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "nvfp4", "mxfp4", "int4", "fp8"])
+def test_every_wrong_part_of_a_weight_is_named_before_anything_is_read(
+    tmp_path: Path, layout: str
+) -> None:
+    spec, parts = _layouts()[layout]
+
+    def check(changed: dict[str, torch.Tensor]) -> None:
+        tensors = {_BASE + part: tensor for part, tensor in changed.items()}
+        reader = open_hf_weights(_write(tmp_path, spec, tensors))
+        reader.check(_NAME, (_N, _K))
+
+    check(parts)
+    for part, tensor in parts.items():
+        missing = {name: other for name, other in parts.items() if name != part}
+        with pytest.raises(WeightMismatchError, match=r"up_proj\.weight"):
+            check(missing)
+        wider = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 1).to(tensor.dtype)
+        with pytest.raises(WeightMismatchError, match=rf"{part}': found shape"):
+            check({**parts, part: wider})
+        with pytest.raises(WeightMismatchError, match=rf"{part}': found torch\.int16, expected"):
+            check({**parts, part: torch.zeros(tensor.shape, dtype=torch.int16)})
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import floor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -402,6 +404,14 @@ class TierMover:
         return True
 
 
+def lone_tokens(config: cpp.SchedulerConfig, start: int) -> int:
+    """Tokens that a prompt computed up to `start` gets in a step it has alone: those of the larger
+    budget, as far as they cost no more than three times what they do at the start of a context."""
+    cost = 1 + Fraction(int(start), config.attention_len)  # of a token there; 1 at the start
+    most = config.lone_token_budget
+    return max(config.token_budget, min(most, floor(3 * most / cost)))
+
+
 class Harness:
     """Drives scheduler and device together, with up to one step of overlap."""
 
@@ -492,12 +502,20 @@ class Harness:
             assert len(plan.row_request_ids) == 0 and len(plan.page_copies) == 0
             self.device.apply_tables(plan)
             return plan
-        assert 0 < len(plan.input_ids) <= self.config.token_budget
+        self.check_size(plan)
         assert set(plan.row_request_ids.tolist()) <= self.live
         self.num_rows_while_loading += int((plan.row_loads[:, 0] >= 0).sum())
         self.flights.append(self.device.run(plan, self.jobs, self.fail_next))
         self.fail_next = set()
         return plan
+
+    def check_size(self, plan: cpp.Plan) -> None:
+        """More than the budget is one prompt's alone, where nobody else runs or waits."""
+        num = len(plan.input_ids)
+        assert num > 0
+        if num > self.config.token_budget:
+            assert self.live - set(self.sends) == set(plan.row_request_ids.tolist())
+            assert num == int(plan.row_lens[0]) <= lone_tokens(self.config, plan.row_starts[0])
 
     def commit(self, aborts: list[int] | None = None) -> list[cpp.Ended]:
         """Deliver the oldest results, then the aborts."""

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-MAX_TOKENS, LONGEST, MAX_SLOTS = 4096, 131072, 16
+MAX_TOKENS, LONGEST, MAX_SLOTS = 8192, 131072, 16
 
 
 def _forms_met_late(kv: str) -> dict[str, int]:
@@ -39,6 +39,9 @@ def _forms_met_late(kv: str) -> dict[str, int]:
                 for _ in range(num_prefills)
             ]
             step.run(prefill_rows(lens, rng.randrange(MAX_SLOTS - num_prefills)))
+        for past in (0, 100, 8192, 60_000):  # of a prompt that has the engine to itself
+            step.run(prefill_rows([(past, MAX_TOKENS)], 0))
+            step.run(prefill_rows([(past, rng.randrange(4097, MAX_TOKENS))], 0))
     late = {name: len(forms - met.get(name, set())) for name, forms in launches.forms.items()}
     return {name: num for name, num in late.items() if num}
 

@@ -34,6 +34,7 @@ def spec(**options: object) -> cpp.RequestSpec:
         ("max_slots", 0),
         ("max_context_len", 1),
         ("token_budget", 0),
+        ("lone_token_budget", -1),
         ("ageing_ms", 0),
         ("suffix_us_per_token", -1),
         ("spare_percent", 101),

@@ -198,6 +198,7 @@ def test_random_classes_and_returns_never_stop_anybody(seed: int) -> None:
         max_slots=rng.choice([1, 2, 4]),
         max_context_len=36,
         token_budget=rng.choice([3, 16]),
+        lone_token_budget=seed % 3 * 12,
         ageing_ms=rng.choice([1, 50, 10_000]),
         max_preemptions=rng.choice([1, 3]),
         num_l2_pages=rng.choice([0, 12]),

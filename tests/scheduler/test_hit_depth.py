@@ -107,6 +107,7 @@ class Walk:
             max_slots=rng.choice([1, 2, 4]),
             max_context_len=40,
             token_budget=rng.choice([3, 8, 32]),
+            lone_token_budget=seed % 3 * 12,
             model_fingerprint=FINGERPRINT,
             eviction=rng.choice(["value", "lru"]),
             attention_len=rng.choice([8, 1000]),

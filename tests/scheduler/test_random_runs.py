@@ -60,6 +60,7 @@ class RandomRun:
                 max_slots=rng.choice([1, 2, 4, 8]),
                 max_context_len=self.max_len,
                 token_budget=rng.choice([1, 3, 8, 32]),
+                lone_token_budget=seed % 3 * 12,
                 eviction=rng.choice(["value", "lru"]),
                 attention_len=rng.choice([8, 1000]),
                 lease_percent=rng.choice([0, 50, 100]),

@@ -82,6 +82,7 @@ def test_random_runs_with_remote_prefills_never_read_foreign_kv(seed: int) -> No
         max_slots=rng.choice([1, 2, 4]),
         max_context_len=40,
         token_budget=rng.choice([3, 16]),
+        lone_token_budget=seed % 3 * 12,
         num_l2_pages=rng.choice([0, 10]),
     )
     harness = Harness(config, ToyModel(3), overlap=rng.random() < 0.5)

@@ -242,6 +242,7 @@ def run_at_random(seed: int, *, overlap_loads: bool = False) -> Harness:
         max_slots=rng.choice([1, 2, 4]),
         max_context_len=40,
         token_budget=rng.choice([1, 3, 8, 32]),
+        lone_token_budget=seed % 3 * 12,
         lease_percent=rng.choice([0, 100]),
         num_l2_pages=rng.choice([1, 5, 20, 100]),
         use_l3=rng.random() < 0.6,

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the fields of a config.json one by one. Torch-free.
+
+What is missing or has no fitting value is named, with the value found and those allowed. A field
+that is null counts as missing: published files have both. Does not know: which fields there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.weights.errors import ModelFormatError
+
+_MOST = (1 << 31) - 1  # sizes and counts are int32 further down
+
+
+class ConfigFields:
+    """One object of a config.json. Every reader raises ModelFormatError."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path, inside: str = "") -> None:
+        """`inside`: the field of the file that the object is the value of."""
+        self._values = values
+        self._path = path
+        self._inside = f"{inside}." if inside else ""
+
+    def raw(self, name: str) -> Any:
+        """The value as it is; None where there is none."""
+        return self._values.get(name)
+
+    def whole(self, name: str, *, low: int = 1, default: int | None = None) -> int:
+        """A whole number of at least `low`; needed, unless there is a default."""
+        allowed = f"a whole number of {low} or more"
+        value = self._found(name, default, allowed)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not low <= value <= _MOST:
+            raise self._wrong(name, value, allowed)
+        return int(value)
+
+    def number(self, name: str, *, default: float | None = None) -> float:
+        """A finite number above 0; needed, unless there is a default."""
+        allowed = "a number above 0"
+        value = self._found(name, default, allowed)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not value > 0 or not math.isfinite(value):
+            raise self._wrong(name, value, allowed)
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.raw(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def table(self, *names: str) -> ConfigFields:
+        """The object that the first of these fields there is holds; an empty one where none is."""
+        for name in names:
+            value = self.raw(name)
+            if value is None or value == {}:
+                continue
+            if not isinstance(value, Mapping):
+                raise self._wrong(name, value, "an object")
+            return ConfigFields(value, self._path, name)
+        return ConfigFields({}, self._path, names[0])
+
+    def _found(self, name: str, default: float | None, allowed: str) -> Any:
+        value = self.raw(name)
+        if value is None and default is None:
+            if name in self._values:
+                raise self._wrong(name, None, allowed)
+            raise ModelFormatError(f"{self._path}: key {self._inside + name!r} is missing")
+        return default if value is None else value
+
+    def _wrong(self, name: str, value: object, allowed: str) -> ModelFormatError:
+        return ModelFormatError(
+            f"{self._path}: {self._inside}{name} is {value!r}; allowed: {allowed}"
+        )

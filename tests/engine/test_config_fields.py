@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever a config.json holds, it is read or refused by name: never another error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.shapes import V2_LITE
+from engine.models.config import decoder_config_from_hf
+from engine.models.config_fields import ConfigFields
+from engine.models.deepseek_config import check_for_gpu, deepseek_config_from_hf
+from engine.models.registry import architecture_of
+from engine.weights.errors import ModelError, ModelFormatError, UnsupportedModelError
+from tests.fakes.tiny_deepseek import CONFIG
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "tie_word_embeddings": True,
+    "quantization_config": None,
+}
+_GROUP = {
+    "weights": {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True},
+    "format": "pack-quantized",
+}
+_V3 = {
+    **CONFIG,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False,
+    "rope_scaling": {**V2_LITE["rope_scaling"], "attention_factor": 1.0, "truncate": True},
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": _GROUP},
+    },
+}
+_FP8 = {
+    **V2_LITE,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+    },
+}
+_ODD = (None, "", "ten", [], [1], [None], {}, {"a": 1}, -1, 0, 1.5, 1e400, 10**12, True, False)
+Read = Callable[[Path], object]
+
+
+def _places(value: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Every field, those of objects inside too."""
+    if not isinstance(value, dict):
+        return [path]
+    inner = [place for key, item in value.items() for place in _places(item, (*path, key))]
+    return [path, *inner] if path else inner
+
+
+def _changed(config: Any, place: tuple[str, ...], odd: object) -> Any:
+    first, *rest = place
+    return {**config, first: _changed(config[first], tuple(rest), odd) if rest else odd}
+
+
+@pytest.mark.parametrize(
+    ("config", "read"),
+    [
+        (_V3, deepseek_config_from_hf),
+        (_FP8, deepseek_config_from_hf),
+        (_LLAMA, decoder_config_from_hf),
+        (_LLAMA, architecture_of),
+    ],
+    ids=["v3", "v2_lite_fp8", "llama", "registry"],
+)
+def test_no_value_of_any_field_breaks_the_reader(
+    tmp_path: Path, config: dict[str, Any], read: Read
+) -> None:
+    def ask(changed: dict[str, Any]) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        read(tmp_path)
+
+    ask(config)
+    for place in _places(config):
+        for odd in _ODD:
+            try:
+                ask(_changed(config, place, odd))
+            except ModelError as error:
+                # A wrong value may first show in a field that depends on it.
+                assert "config.json" in str(error), (place, odd, error)
+
+
+@pytest.mark.parametrize("odd", [None, "ten", [], {}, -1, 0, 1.5, True])
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "kv_lora_rank", "num_hidden_layers", "v_head_dim", "vocab_size"]
+)
+def test_a_size_that_is_none_is_named_with_what_is_allowed(
+    tmp_path: Path, field: str, odd: object
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**_V3, field: odd}))
+    with pytest.raises(ModelFormatError) as caught:
+        deepseek_config_from_hf(tmp_path)
+    assert f"{field} is {odd!r}; allowed: a whole number of 1 or more" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"sliding_window": 128}, "sliding_window is 128; supported: None"),
+        ({"index_topk": 2048}, "index_topk is 2048; supported: None"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; supported: 1.0"),
+        (
+            {"rope_scaling": {**_V3["rope_scaling"], "truncate": False}},
+            "truncate is False; supported: True",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor is 0.25; supported: 1.0",
+        ),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**_V3, **changes}))
+    with pytest.raises(UnsupportedModelError, match=said):
+        deepseek_config_from_hf(tmp_path)
+
+
+def test_null_says_as_little_as_a_missing_field(tmp_path: Path) -> None:
+    optional = ("q_lora_rank", "num_key_value_heads", "rope_scaling", "topk_method", "rope_theta")
+    with_nulls = {**_V3, **dict.fromkeys(optional)}
+    without = {key: value for key, value in _V3.items() if key not in optional}
+    found = []
+    for config in (with_nulls, without):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found.append(deepseek_config_from_hf(tmp_path))
+    assert found[0] == found[1]
+    assert found[0].rope.kind == "default" and found[0].q_rank == 0
+
+
+def test_a_whole_number_may_be_spelled_with_a_point() -> None:
+    fields = ConfigFields({"a": 4096.0}, Path("config.json"))
+    assert fields.whole("a") == 4096
+
+
+@pytest.mark.parametrize("field", ["kv_lora_rank", "qk_rope_head_dim"])
+@pytest.mark.parametrize("size", [8, 48, 384])
+def test_sizes_that_gpu_kernels_do_not_take_are_named(
+    tmp_path: Path, field: str, size: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**V2_LITE, field: size}))
+    config = deepseek_config_from_hf(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=rf"{field} is {size}; .*powers of two from 16"):
+        check_for_gpu(config)
+    (tmp_path / "config.json").write_text(json.dumps(V2_LITE))
+    check_for_gpu(deepseek_config_from_hf(tmp_path))
