@@ -76,6 +76,9 @@ class BreakerStore:
     def probe(self, keys: Sequence[str]) -> int:
         return self._guard(lambda: self._store.probe(keys), 0)
 
+    def surely_lacks(self, key: str) -> bool:
+        return self._state is not BreakerState.CLOSED or self._store.surely_lacks(key)
+
     def put(
         self, keys: Sequence[str], blobs: Sequence[memoryview], parents: Sequence[str] | None = None
     ) -> list[bool]:

@@ -65,6 +65,9 @@ class DeadlineStore:
     def probe(self, keys: Sequence[str]) -> int:
         return self._run(lambda: self._store.probe(keys), self._deadlines.probe_s, 0)
 
+    def surely_lacks(self, key: str) -> bool:
+        return self._store.surely_lacks(key)
+
     def put(
         self, keys: Sequence[str], blobs: Sequence[memoryview], parents: Sequence[str] | None = None
     ) -> list[bool]:

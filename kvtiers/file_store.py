@@ -78,6 +78,10 @@ class FileStore:
         pages = self._open()
         return 0 if pages is None else pages.count_leading([key_hash(key) for key in keys])
 
+    def surely_lacks(self, key: str) -> bool:
+        pages = self._pages
+        return pages is not None and key_hash(key) not in pages
+
     def put(
         self, keys: Sequence[str], blobs: Sequence[memoryview], parents: Sequence[str] | None = None
     ) -> list[bool]:

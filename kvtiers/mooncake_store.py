@@ -106,6 +106,9 @@ class MooncakeStore:
         )
         return next((at for at, key in enumerate(keys) if key not in present), len(keys))
 
+    def surely_lacks(self, key: str) -> bool:
+        return False  # other engines put pages, too
+
     def put(
         self, keys: Sequence[str], blobs: Sequence[memoryview], parents: Sequence[str] | None = None
     ) -> list[bool]:

@@ -4,7 +4,8 @@
 Does not know: how a store keeps objects, who asks, the pools pages come from. An object is what
 `kvtiers.objects` seals. The rules, held by one contract suite:
 
-* Calls block and are made by worker threads, several at once; none is made on a serving loop.
+* Calls block and are made by worker threads, several at once; none is made on a serving loop but
+  `surely_lacks` and `status`.
 * A store's failure is never raised: the answer is False or 0, and `status` says why. Only a
   caller's mistake is raised (StoreCallError).
 * A store is a cache. A put may be lost, an object may be evicted at any time; a read is right or
@@ -56,6 +57,11 @@ class Store(Protocol):
 
     def probe(self, keys: Sequence[str]) -> int:
         """The length of the leading run of keys believed present: a hint, only `get` is proof."""
+        ...
+
+    def surely_lacks(self, key: str) -> bool:
+        """Whether a probe of this key would find nothing, from memory and at once, whatever the
+        store is doing; False: it may be there, or the store has to look."""
         ...
 
     def put(

@@ -152,23 +152,25 @@ class TransferEngine:
         return acks
 
     def probe(self, page_hashes: Sequence[bytes], answer: Callable[[int], None]) -> None:
-        """Ask the store how many leading pages it believes it has; `answer` is called on a thread.
-
-        Requires: there is a store.
-        """
-        store, keys = self._store, [self._pool.key(page_hash) for page_hash in page_hashes]
+        """Ask the store (there must be one) how many leading pages it believes it has; `answer` is
+        called on a thread, or at once where it surely has none."""
+        store = self._store
         assert store is not None
 
         def ask() -> None:
             num_found = 0
             try:
-                num_found = store.probe(keys)
+                num_found = store.probe([self._pool.key(page_hash) for page_hash in page_hashes])
             except Exception:  # a store must not raise; that it did is a miss
                 logger.exception("the store's probe failed")
             answer(num_found)
             self._wake()
 
-        self._reads.call(ask)
+        if not page_hashes or store.surely_lacks(self._pool.key(page_hashes[0])):
+            answer(0)  # most prompts: what they add, nobody has computed before
+            self._wake()
+        else:
+            self._reads.call(ask)
 
     def remove(self, page_hashes: Sequence[bytes]) -> None:
         """Let the store forget pages, behind what it is doing. Requires: there is a store."""

@@ -22,6 +22,7 @@ from engine.loop.requests import Request
 from engine.loop.step_loads import StepLoad, StepLoads
 from engine.loop.store_checks import StoreCheck, StoreChecks
 from kvtiers.host_pool import HostPool, PageName
+from kvtiers.keys import PAGE_HASH_BYTES
 from kvtiers.transfer import Move, MoveKind, TransferEngine
 from kvtiers.verify import Checked, verify_l2, verify_l3
 
@@ -201,15 +202,16 @@ class TierPlane:
         return l2_us, l3_us
 
     def _ask(self, plan: Plan) -> None:
-        indptr = plan.probe_indptr.tolist()
+        indptr, size = plan.probe_indptr.tolist(), PAGE_HASH_BYTES
         for place, probe_id in enumerate(plan.probe_ids.tolist()):
-            hashes = plan.probe_hashes[indptr[place] : indptr[place + 1]]
+            raw = plan.probe_hashes[indptr[place] : indptr[place + 1]].tobytes()
+            hashes = [raw[at : at + size] for at in range(0, len(raw), size)]
 
             def answer(num_pages: int, probe_id: int = probe_id) -> None:
                 self._probes.append(ProbeDone(probe_id=probe_id, num_pages=num_pages))
 
             self._num_probes += 1
-            self._transfers.probe([page_hash.tobytes() for page_hash in hashes], answer)
+            self._transfers.probe(hashes, answer)
 
     def note_events(self, events: Sequence[KvEvent]) -> None:
         """What the scheduler let go of is no longer left for a restart, nor in the store."""

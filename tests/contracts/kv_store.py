@@ -58,6 +58,15 @@ class KvStoreContract:
         assert store.probe(keys[4:]) == 2
         assert store.probe([]) == 0
 
+    def test_a_probe_finds_nothing_of_what_is_surely_lacking(self, store: Store) -> None:
+        keys = chain("a", 4)
+        store.put(keys[:2], pages(keys[:2]))
+        assert not any(map(store.surely_lacks, keys[:2]))
+        for gone in ([], keys[1:2], keys[:1]):
+            store.remove(gone)
+            lacking = [key for key in keys if store.surely_lacks(key)]
+            assert [store.probe([key]) for key in lacking] == [0] * len(lacking)
+
     def test_empty_calls_answer_nothing(self, store: Store) -> None:
         assert store.put([], []) == []
         assert store.get([], []) == []

@@ -67,6 +67,7 @@ class GatedStore:
         self.gate: PhaseGate | None = None
         self.kind = store.kind
         self.probe = store.probe
+        self.surely_lacks = store.surely_lacks
         self.remove = store.remove
         self.flush = store.flush
         self.close = store.close

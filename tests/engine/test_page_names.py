@@ -82,9 +82,7 @@ class Queue:
 
 def test_a_prompt_is_queued_without_names() -> None:
     queue, names = Queue(), page_names()
-    plane = TierPlane(
-        cast(Scheduler, queue), cast(TransferEngine, None), names, list, lambda: None
-    )
+    plane = TierPlane(cast(Scheduler, queue), cast(TransferEngine, None), names, list, lambda: None)
     control = ControlPlane(cast(Scheduler, queue), cast(Outbox, None), page_size=PAGE)
     control.attach_tiers(plane)
     control.submit(request_of(0, list(range(9))))

@@ -30,6 +30,9 @@ class MemoryStore:
         missing = (at for at, key in enumerate(keys) if key not in self.objects)
         return 0 if self._is_down() else next(missing, len(keys))
 
+    def surely_lacks(self, key: str) -> bool:
+        return False
+
     def put(
         self, keys: Sequence[str], blobs: Sequence[memoryview], parents: Sequence[str] | None = None
     ) -> list[bool]:

@@ -242,6 +242,17 @@ def test_no_more_than_two_calls_hang_at_once(inner: MemoryStore, gate: Gate) -> 
     store.close()
 
 
+def test_a_store_that_is_cut_off_surely_lacks_everything(inner: MemoryStore) -> None:
+    inner.put(KEYS, pages(KEYS))
+    store = BreakerStore(inner, LAYOUT, LATER)
+    assert not store.surely_lacks(KEYS[0])
+    inner.state = StoreState.DOWN
+    assert store.probe(KEYS) == 0
+    assert store.state is BreakerState.OPEN
+    assert store.surely_lacks(KEYS[0])
+    store.close()
+
+
 def test_a_call_of_any_kind_may_hang(inner: MemoryStore, gate: Gate) -> None:
     calls: list[Callable[[DeadlineStore], object]] = [
         lambda store: store.put(KEYS, pages(KEYS)) == [False] * 4,

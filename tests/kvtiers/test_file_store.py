@@ -55,6 +55,19 @@ def test_pages_are_there_after_a_restart(open_store: Open) -> None:
         assert read(again, keys) == [True] * 8
 
 
+def test_it_knows_at_once_what_it_lacks_once_it_is_open(open_store: Open, tmp_path: Path) -> None:
+    here, gone, never = chain("c0", 2)[0], chain("c1", 1)[0], chain("c2", 1)[0]
+    store = FileStore(tmp_path / "late", QUOTA, LAYOUT, opens_now=False)
+    assert not store.surely_lacks(never)  # it has not looked at its directory
+    store.close()
+    store = open_store()
+    store.put([here, gone], pages([here, gone]), ["", ""])
+    store.remove([gone])
+    assert [store.surely_lacks(key) for key in (here, gone, never)] == [False, True, True]
+    store.close()
+    assert not store.surely_lacks(here)
+
+
 @pytest.mark.parametrize("harm", ["missing", "torn", "flipped", "older", "empty"])
 def test_a_bad_snapshot_costs_a_scan_and_no_page(
     open_store: Open, tmp_path: Path, harm: str

@@ -416,6 +416,36 @@ def test_a_probe_answers_even_where_the_store_fails(make: Make) -> None:
     assert answers == [1, 0]
 
 
+class FrankStore(MemoryStore):
+    """Knows without looking what it lacks."""
+
+    def surely_lacks(self, key: str) -> bool:
+        return key not in self.objects
+
+
+def test_where_the_store_surely_has_nothing_nobody_waits_for_what_it_is_doing(make: Make) -> None:
+    store = FrankStore(LAYOUT)
+    bench = make(store)
+    bench.run(bench.move(MoveKind.WRITE_BACK, 0, 0, 0))
+    bench.run(bench.move(MoveKind.STORE, 0, -1, 0))
+    may_go_on = threading.Event()
+
+    def hang() -> None:
+        assert may_go_on.wait(20)
+
+    store.before_call = hang
+    answers: list[int] = []
+    bench.engine.probe([name_of(0), name_of(1)], answers.append)
+    assert answers == []  # it has to be asked, and does not answer
+    num_wakes = bench.wakes
+    bench.engine.probe([name_of(1), name_of(0)], answers.append)
+    assert answers == [0]
+    assert bench.wakes == num_wakes + 1
+    may_go_on.set()
+    bench.engine.wait_idle(5)
+    assert answers == [0, 1]
+
+
 def test_closing_acks_what_still_waits_as_lost(make: Make) -> None:
     bench = make()
     bench.device.gate.clear()
