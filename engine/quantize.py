@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("target", metavar="DST", type=Path)
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
-    parser.add_argument("--device", default="cpu", metavar="cpu|cuda")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args(argv)
     try:
         lines = quantize_checkpoint(
@@ -83,9 +83,12 @@ def quantize_checkpoint(
     """Convert a checkpoint; yields a report per converted weight, then the summary.
 
     Raises:
-        ConfigError: SRC is no Hugging Face directory, or DST holds something.
+        ConfigError: SRC is no Hugging Face directory, DST holds something, or there is no such
+            device.
         ModelError: SRC is damaged or of a kind we cannot read, or a weight does not fit `fmt`.
     """
+    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("quantize.device", str(device), "cpu, as torch finds no GPU")
     config = _source_config(source)
     if target.exists() and any(target.iterdir()):
         raise ConfigError("quantize.target", str(target), "a directory that is empty or not there")

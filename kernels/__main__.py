@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 import click
+import torch
 
 from kernels import ops  # noqa: F401 - registers every kernel
 from kernels.bench import time_family
@@ -71,7 +72,7 @@ def _trait(value: str) -> int | bool | str:
 
 @main.command()
 @click.argument("family")
-@click.option("--device", default="cpu", show_default=True, help="Torch device type.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option("--format", "formats", multiple=True, help="ARGUMENT=FORMAT, e.g. weight=q4_1.")
 @click.option("--trait", "traits", multiple=True, help="NAME=VALUE, e.g. head_dim=64.")
 def explain(family: str, device: str, formats: tuple[str, ...], traits: tuple[str, ...]) -> None:
@@ -79,14 +80,23 @@ def explain(family: str, device: str, formats: tuple[str, ...], traits: tuple[st
     if family not in REGISTRY.families():
         known = ", ".join(REGISTRY.families())
         raise click.BadParameter(f"got {family!r}; allowed: {known}", param_hint="FAMILY")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter(
+            "got cuda; allowed: cpu, as torch finds no GPU", param_hint="--device"
+        )
+    given = dict(_pairs(formats, "--format"))
     signature = CallSignature(
         family,
         device,
-        tuple(_pairs(formats, "--format")),
+        tuple(given.items()),
         tuple((name, _trait(value)) for name, value in _pairs(traits, "--trait")),
     )
     explanation = explain_selection(signature)
     click.echo(str(explanation))
+    asked = {argument for item in explanation.candidates for argument in item.spec.formats}
+    if not asked.issuperset(given):
+        names = ", ".join(sorted(given.keys() - asked))
+        click.echo(f"note: no kernel of {family} looks at the format of {names}", err=True)
     if explanation.chosen is None:
         sys.exit(1)
 

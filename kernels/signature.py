@@ -41,6 +41,10 @@ class CallSignature:
         """Return the trait, or the default where the call has none of that name."""
         return dict(self.traits).get(name, default)
 
+    def format(self, name: str) -> str:
+        """Return an argument's format, "" where the call has no argument of that name."""
+        return dict(self.formats).get(name, "")
+
 
 def format_of(dtype: torch.dtype) -> str:
     """Return the short format name of a torch dtype."""

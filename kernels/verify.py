@@ -99,7 +99,8 @@ def _run_overridden(families: list[str], case: Case) -> torch.Tensor:
 
 
 def verify_family(family: str) -> Iterator[Verdict]:
-    """Yield the verdict of every case on every kernel of the family."""
+    """Yield the verdict of every case on every kernel of the family, plugins' too."""
+    REGISTRY.load_plugins()
     for case in all_cases().get(family, []):
         for kernel in kernels_to_verify(family):
             yield verify_case(family, kernel, case)

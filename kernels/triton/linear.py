@@ -32,7 +32,7 @@ def refuse_rows(call: CallSignature) -> str | None:
     """Why the kernels of few tokens cannot run a linear layer, or None."""
     if not call.trait("small_batch"):
         return "it takes few tokens only"
-    if dict(call.formats)["weight"] in DENSE and not call.trait("up_to_8_tokens"):
+    if call.format("weight") in DENSE and not call.trait("up_to_8_tokens"):
         return f"it takes up to {DENSE_TOKENS} tokens where weights are not 4-bit"
     if int(call.trait("num_rows")) % 16 or int(call.trait("num_cols")) % 32:
         return "it takes rows in sixteens and columns in thirty-twos"

@@ -23,7 +23,7 @@ FIXED_FP8 = 27_000
 
 def _refuse(call: CallSignature) -> str | None:
     """What the kernels refuse whose costs these are; of others nothing is known."""
-    if dict(call.formats)["kv"] != "fp8_planes":
+    if call.format("kv") != "fp8_planes":
         return refuse_hopper(call)
     traits = (*call.traits, ("query_rows", call.trait("num_heads")))
     return refuse_fp8(replace(call, traits=traits))

@@ -168,7 +168,7 @@ def merge_values(
 def _refuse_values(call: CallSignature) -> str | None:
     if not _is_power_of_two(int(call.trait("v_dim"))):
         return f"v_dim is {call.trait('v_dim')}, it takes a power of two"
-    takes_planes = dict(call.formats)["kv"] == "fp8_planes"
+    takes_planes = call.format("kv") == "fp8_planes"
     return refuse_fp8(call) if takes_planes else refuse_hopper(call)
 
 

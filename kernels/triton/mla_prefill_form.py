@@ -18,7 +18,7 @@ LEAST_CACHED = 4096
 
 
 def _refuse(call: CallSignature) -> str | None:
-    if dict(call.formats)["kv"] == "fp8_planes":  # decoded to rows that lie without gaps
+    if call.format("kv") == "fp8_planes":  # decoded to rows that lie without gaps
         traits = tuple({**dict(call.traits), "page_stride_rows_exact": True}.items())
         call = CallSignature(call.family, call.device, call.formats, traits)
     return refuse_hopper(call)

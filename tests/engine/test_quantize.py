@@ -183,9 +183,19 @@ def test_wrong_arguments_are_named(
     assert "a Hugging Face directory" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"quantize\.target"):
         list(quantize_checkpoint(source, source, "fp8"))
-    with pytest.raises(SystemExit) as caught:
-        main([str(source), str(tmp_path / "out"), "--format", "int2"])
-    assert caught.value.code == 2
+    for wrong in (["--format", "int2"], ["--format", "fp8", "--device", "tpu"]):
+        with pytest.raises(SystemExit) as caught:
+            main([str(source), str(tmp_path / "out"), *wrong])
+        assert caught.value.code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_named_before_anything_is_written(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(source), str(tmp_path / "out"), "--format", "fp8", "--device", "cuda"]) == 1
+    assert "quantize.device = 'cuda': allowed: cpu" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_weight_that_does_not_divide_is_named_before_anything_is_written(tmp_path: Path) -> None:

@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import subprocess
+import sys
 
+import pytest
+import torch
 from click.testing import CliRunner
 
 from kernels.__main__ import main
@@ -35,6 +40,47 @@ def test_explain_fails_when_nothing_can_run_the_call() -> None:
     result = CliRunner().invoke(main, ["explain", "rms_norm", "--format", "fp32"])
     assert result.exit_code == 2
     assert "NAME=VALUE" in result.output
+
+
+def test_explain_says_which_formats_nobody_asks_for() -> None:
+    args = ["explain", "linear", "--format", "x=bf16", "--format", "weihgt=q4_1"]
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 0
+    assert result.stderr == "note: no kernel of linear looks at the format of weihgt\n"
+    result = CliRunner().invoke(main, [*args[:-1], "weight=q4_1"])
+    assert result.stderr == ""
+
+
+def test_explain_names_devices_that_there_are() -> None:
+    result = CliRunner().invoke(main, ["explain", "linear", "--device", "tpu"])
+    assert result.exit_code == 2 and "'cpu', 'cuda'" in result.output
+    if not torch.cuda.is_available():
+        result = CliRunner().invoke(main, ["explain", "linear", "--device", "cuda"])
+        assert result.exit_code == 2 and "as torch finds no GPU" in result.output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_explain_answers_for_every_family_of_a_gpu_however_little_it_is_told() -> None:
+    """In a process of its own, whose kernels are chosen as on an H200."""
+    script = (
+        "from unittest import mock\n"
+        "import torch\n"
+        "from click.testing import CliRunner\n"
+        "from benchmarks.gpu.stub_device import stub_device\n"
+        "from kernels.__main__ import main\n"
+        "from kernels.registry import REGISTRY\n"
+        "with stub_device(), mock.patch.object(torch.cuda, 'is_available', lambda: True):\n"
+        "    for family in REGISTRY.families():\n"
+        "        result = CliRunner().invoke(main, ['explain', family, '--device', 'cuda'])\n"
+        "        failed = not isinstance(result.exception, (SystemExit, type(None)))\n"
+        "        print(family, repr(result.exception) if failed else 'ok')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) > 30 and {line.split(" ", 1)[1] for line in lines} == {"ok"}, lines
 
 
 def test_verify_compares_and_counts() -> None:

@@ -63,3 +63,13 @@ def test_an_installed_wheel_brings_a_kernel_that_is_chosen(tmp_path: Path) -> No
     assert (best["name"], best["priority"]) == ("from_a_wheel", "PLUGIN")
     script = "import torch; from kernels import ops; print(ops.argmax(torch.zeros(2, 9)).tolist())"
     assert _python("-c", script, path=site).strip() == "[7, 7]"
+    # By name too, before anything was selected; and `verify` finds it out.
+    script = (
+        "from engine.execution.model_runner import override_kernels\n"
+        "override_kernels('argmax=from_a_wheel')\n" + script
+    )
+    assert _python("-c", script, path=site).strip() == "[7, 7]"
+    script = (
+        "from kernels.verify import verify_family as v; print(all(x.passes for x in v('argmax')))"
+    )
+    assert _python("-c", script, path=site).strip() == "False"
