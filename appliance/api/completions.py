@@ -19,8 +19,8 @@ from appliance.answer import AnswerReader
 from appliance.api.completion_answer import CompletionAnswer
 from appliance.api.context import Caller, Context
 from appliance.api.dialect import check_fields, new_request_id, request_of, sampling_of
-from appliance.api.json_body import JsonRoute
 from appliance.api.known_fields import REFUSED_COMPLETIONS
+from appliance.api.packed_ids import PackedIds, PackedRoute
 from appliance.api.replies import reply
 from appliance.api.stateless import sampling_of_choice
 from appliance.api.wire import CompletionRequest
@@ -31,7 +31,7 @@ from appliance.text_limits import check_can_fit
 from appliance.turn_params import stop_list
 from sessions.token_codec import encode_ids
 
-router = APIRouter(tags=["openai"], route_class=JsonRoute)
+router = APIRouter(tags=["openai"], route_class=PackedRoute)
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 MAX_COMPLETIONS = 128  # prompts times n
@@ -111,7 +111,7 @@ def _check_choices(body: CompletionRequest) -> None:
         message = "logprobs: cannot be had with echo: those of a prompt are not computed"
         raise ApiError("unsupported_parameter", message, "logprobs")
     prompts: Any = body.prompt
-    is_one = isinstance(prompts, str) or not prompts or isinstance(prompts[0], int)
+    is_one = isinstance(prompts, str | PackedIds) or not prompts or isinstance(prompts[0], int)
     total = (body.n or 1) * (1 if is_one else len(prompts))
     if total > MAX_COMPLETIONS:
         message = f"prompt: {total} completions are more than the {MAX_COMPLETIONS} of one request"
@@ -120,7 +120,7 @@ def _check_choices(body: CompletionRequest) -> None:
 
 def prompts_of(prompt: Any, services: Services) -> list[Prompt]:
     """Return each prompt. Raises: ApiError for an empty one, or ids out of range."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str | PackedIds):
         return [_prompt(prompt, services, "prompt")]
     if not prompt:
         raise ApiError("invalid_value", "prompt: must not be empty", "prompt")
@@ -129,9 +129,13 @@ def prompts_of(prompt: Any, services: Services) -> list[Prompt]:
     return [_prompt(one, services, f"prompt[{index}]") for index, one in enumerate(prompt)]
 
 
-def _prompt(one: str | Sequence[int], services: Services, path: str) -> Prompt:
+def _prompt(one: str | Sequence[int] | PackedIds, services: Services, path: str) -> Prompt:
     if isinstance(one, str):
         return Prompt(path, _text_ids(one, services, path))
+    if isinstance(one, PackedIds):
+        if _is_in_vocabulary(one.token_ids, services.assets.vocab_size):
+            return Prompt(path, one.token_ids)
+        one = one.as_list()
     return Prompt(path, _checked_ids(one, services, path))
 
 
@@ -166,5 +170,10 @@ def _encoded(token_ids: Sequence[int], vocab_size: int) -> bytes | None:
         raw = encode_ids(token_ids)
     except OverflowError:
         return None
-    values = np.frombuffer(raw, dtype="<i4")
-    return raw if values.min() >= 0 and values.max() < vocab_size else None
+    return raw if _is_in_vocabulary(raw, vocab_size) else None
+
+
+def _is_in_vocabulary(token_ids: bytes, vocab_size: int) -> bool:
+    """Whether each of them, of which there is one at least, is an id."""
+    values = np.frombuffer(token_ids, dtype="<i4")
+    return bool(values.min() >= 0 and values.max() < vocab_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from fastapi import Request
@@ -37,17 +37,22 @@ class JsonRequest(Request):
         """The body's values. Raises: as `read_json`."""
         body = await self.body()
         parsed = self.scope.pop(PARSED_BODY, None)
-        return read_json(body) if parsed is None else parsed[0]
+        return self.read(body) if parsed is None else parsed[0]
+
+    def read(self, body: bytes) -> Any:
+        return read_json(body)
 
 
 class JsonRoute(APIRoute):
     """For routers whose bodies grow large: `APIRouter(route_class=JsonRoute)`."""
+
+    request_class: ClassVar[type[JsonRequest]] = JsonRequest
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As FastAPI asks for it: the handler, given our kind of request."""
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(JsonRequest(request.scope, request.receive))
+            return await handler(self.request_class(request.scope, request.receive))
 
         return handle

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
+from appliance.api.packed_ids import PackedIds
 from appliance.api.wire_values import (
     INT32_MAX,
     MinP,
@@ -106,10 +114,14 @@ class ChatRequest(SamplingBody, ThinkingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
 
+def _unless_packed(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, PackedIds) else check(value)
+
+
 class CompletionRequest(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[str | list[int] | list[str] | list[list[int]], WrapValidator(_unless_packed)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     best_of: int | None = None
