@@ -301,13 +301,16 @@ PARTS = (
         command=f"-m benchmarks.gpu.engine --cases 16x65536x4 --trace {SMALL_L2}",
         dry=TINY_TURNS,
     ),
-    Part(
-        name="cold_large_steps",
-        half="fifth",
-        limit_s=90,
-        command="-m benchmarks.gpu.engine --cases 1x65536x2 --trace --kv fp8"
-        f" {SMALL_L2} --set engine.token_budget=8192",
-        dry=TINY_TURNS,
+    *(
+        Part(
+            name=f"cold_lone_{lone}",  # 4096: as the steps of everybody
+            half="lone",
+            limit_s=90,
+            command="-m benchmarks.gpu.engine --cases 1x65536x2 --trace --kv fp8"
+            f" {SMALL_L2} --set engine.lone_token_budget={lone}",
+            dry=f"{TINY_TURNS} --set engine.lone_token_budget={lone}",
+        )
+        for lone in (4096, 8192, 16384)
     ),
     Part(
         name="oversubscribed",

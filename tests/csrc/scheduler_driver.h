@@ -55,6 +55,7 @@ class SchedulerDriver {
     config.max_slots = 3;
     config.max_context_len = 48;
     config.token_budget = 10;
+    config.lone_token_budget = choice % 2 * 25;
     config.attention_len = 16;
     config.lease_percent = 100;
     config.num_l2_pages = num_l2_pages;

@@ -82,6 +82,48 @@ TEST(Scheduler, WhileMemoryIsShortALongPromptRunsInEveryFourthStep) {
   }
 }
 
+TEST(Scheduler, APromptThatIsAloneHasLargerStepsUntilSomebodyComes) {
+  SchedulerConfig config = small_config();
+  config.lone_token_budget = 30;
+  config.attention_len = 10;  // from 20 tokens on a step of 30 would take longer than one there
+  config.spare_percent = 0;
+  Scheduler scheduler(config);
+  Plan plan;
+  const auto step = [&] {
+    scheduler.next_plan(0, plan);
+    const Results results(plan);
+    scheduler.advance(std::vector<InputEvent>{results.view()});
+    EXPECT_EQ(scheduler.find_broken_invariant(), "");
+    return plan.row_lens;
+  };
+  submit(scheduler, spec(1, std::vector<TokenId>(75, 1), 1));
+  EXPECT_EQ(step(), std::vector<std::int32_t>{30});
+  EXPECT_EQ(step(), std::vector<std::int32_t>{22});  // 3 * 30 * 10 / (10 + 30)
+  submit(scheduler, spec(2, {2}, 2));
+  EXPECT_EQ(step(), (std::vector<std::int32_t>{11, 1}));
+  EXPECT_EQ(step(), (std::vector<std::int32_t>{11, 1}));
+  EXPECT_EQ(step(), std::vector<std::int32_t>{1});  // all there was
+}
+
+TEST(Scheduler, ALoneBudgetIsCheckedAndNeverLess) {
+  SchedulerConfig config = small_config();
+  EXPECT_EQ(config.most_step_tokens(), 12);
+  for (const std::int32_t wrong : {-1, (1 << 24) + 1}) {
+    config.lone_token_budget = wrong;
+    EXPECT_THROW(config.validate(), std::invalid_argument);
+  }
+  for (const auto& [lone, most] : {std::pair{5, 12}, std::pair{12, 12}, std::pair{40, 40}}) {
+    config.lone_token_budget = lone;
+    EXPECT_NO_THROW(config.validate());
+    EXPECT_EQ(config.most_step_tokens(), most);
+    Scheduler scheduler(config);
+    submit(scheduler, spec(1, std::vector<TokenId>(60, 1), 1));
+    Plan plan;
+    scheduler.next_plan(0, plan);
+    EXPECT_EQ(plan.row_lens, std::vector<std::int32_t>{most});
+  }
+}
+
 TEST(Scheduler, TwoSchedulersOnOneInputAgreeBitForBit) {
   Scheduler first(small_config()), second(small_config());
   std::mt19937 random(3);
