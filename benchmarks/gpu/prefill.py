@@ -172,16 +172,18 @@ def time_moe(weights: tuple[Any, Any], num_tokens: int) -> dict[str, Any]:
     ids, scales = expert_choice.route(
         torch.randn(num_tokens, EXPERTS, device="cuda"), None, ROUTING
     )
-    pairs, items = moe_large.sort_pairs(ids, EXPERTS)
+    tiles = moe_large.tiles_for(ids.numel(), EXPERTS, HIDDEN)
+    pairs, items = moe_large.sort_pairs(ids, EXPERTS, 256 // tiles)
+    args = (pairs, items, scales)
     rows = torch.randn(pairs.shape[0], HIDDEN, device="cuda", dtype=torch.bfloat16)
     h = torch.randn(pairs.shape[0], INTER, device="cuda", dtype=torch.bfloat16)
     parts = torch.empty_like(rows)
     stages: dict[str, Callable[[], object]] = {
         "us": lambda: moe_large.moe_w4_large(x, ids, scales, gate_up, down, None),
         "before_us": lambda: moe.moe_w4(x, ids, scales, gate_up, down, None),
-        "sort_us": lambda: moe_large.sort_pairs(ids, EXPERTS),
-        "gemm1_us": lambda: moe_large._gemm(rows, gate_up, pairs, items, scales, h, first=True),
-        "gemm2_us": lambda: moe_large._gemm(h, down, pairs, items, scales, parts, first=False),
+        "sort_us": lambda: moe_large.sort_pairs(ids, EXPERTS, 256 // tiles),
+        "gemm1_us": lambda: moe_large._gemm(rows, gate_up, *args, h, first=True, tiles=tiles),
+        "gemm2_us": lambda: moe_large._gemm(h, down, *args, parts, first=False, tiles=tiles),
     }
     timed = {name: time_calls_us([f] * 2, repeats=5) for name, f in stages.items()}
     flops = 2.0 * num_tokens * TOP_K * 3 * HIDDEN * INTER

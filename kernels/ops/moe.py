@@ -16,7 +16,7 @@ from kernels.w4_layout import TiledW4
 
 # From so many tokens an expert (in the mean) on, expanding a weight once for all of an expert's
 # tokens is worth sorting and gathering them: a shape class of its own.
-MANY_TOKENS = 56
+MANY_TOKENS = 24
 
 
 def moe_route(

@@ -26,10 +26,12 @@ from kernels.triton.router_terms import NUM_TERMS, scores_of_terms
 from kernels.triton.rows import rms_norm, rms_norm_twice
 from kernels.w4_layout import SCALE_CODES, TiledW4
 
-ITEM_TOKENS = 256
-_TOKEN_BLOCK = 64
-_STAGES = 4
-_PAIR_BLOCK = 256
+# Up to so many tokens an expert (in the mean), items of 128 by 256 weight rows are the faster ones,
+# else of 256 by 128 (H200, V2-Lite: 288 us where 331 at 97, 492 where 437 at 194).
+_TALL_TOKENS = 120
+_STAGES = {1: 4, 2: 6}  # by tiles of a consumer: 128 and 96 KB of tokens
+_COUNTED_PAIRS = 1024
+_PLACED_PAIRS = 256
 
 
 def _refuse(call: CallSignature) -> str | None:
@@ -103,20 +105,23 @@ def norm_route_large(
     return normed, ids, weights
 
 
-def sort_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs in order of expert, and items [3, most] = expert, first of its pairs, their number."""
+def sort_pairs(
+    ids: torch.Tensor, num_experts: int, item_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pairs in order of expert, and items [3, most] = expert, first of its pairs, their number, up
+    to `item_tokens`."""
     num_pairs = ids.numel()
-    most = min(num_pairs, num_experts) + num_pairs // ITEM_TOKENS
+    most = min(num_pairs, num_experts) + num_pairs // item_tokens
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     # Rows begin at multiples of 16 bytes, else kernels are compiled once more for some numbers.
     width = cdiv(most, 4) * 4
     items = torch.empty(3, width, dtype=torch.int32, device=ids.device)[:, :most]
-    num_blocks, padded = cdiv(num_pairs, _PAIR_BLOCK), next_power_of_2(num_experts)
-    counts = torch.empty(num_blocks, padded, dtype=torch.int32, device=ids.device)
-    moe_count_kernel[(num_blocks,)](
-        ids, counts, num_pairs, E_PAD=padded, BLOCK=_PAIR_BLOCK, num_warps=4
+    num_counts, padded = cdiv(num_pairs, _COUNTED_PAIRS), next_power_of_2(num_experts)
+    counts = torch.empty(num_counts, padded, dtype=torch.int32, device=ids.device)
+    moe_count_kernel[(num_counts,)](
+        ids, counts, num_pairs, E_PAD=padded, BLOCK=_COUNTED_PAIRS, num_warps=4
     )
-    moe_place_kernel[(num_blocks,)](
+    moe_place_kernel[(cdiv(num_pairs, _PLACED_PAIRS),)](
         ids,
         counts,
         pairs,
@@ -126,12 +131,19 @@ def sort_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch
         num_pairs,
         most,
         E_PAD=padded,
-        TOKENS=ITEM_TOKENS,
-        BLOCK=_PAIR_BLOCK,
+        TOKENS=item_tokens,
+        COUNTED=_COUNTED_PAIRS,
+        BLOCK=_PLACED_PAIRS,
         ROWS=max(1, 4096 // padded),
         num_warps=8,
     )
     return pairs, items
+
+
+def tiles_for(num_pairs: int, num_experts: int, hidden: int) -> int:
+    """Tiles of 64 weight rows that a consumer of the kernel holds; an item has up to 256 / tiles
+    tokens."""
+    return 2 if num_pairs <= _TALL_TOKENS * num_experts and hidden % 256 == 0 else 1
 
 
 def _gemm(
@@ -143,14 +155,15 @@ def _gemm(
     out: torch.Tensor,
     *,
     first: bool,
+    tiles: int,
 ) -> None:
-    from kernels.triton.moe_w4_hopper import WEIGHT_ROWS, moe_w4_hopper_kernel
+    from kernels.triton.moe_w4_hopper import moe_w4_hopper_kernel
 
-    num_works = items.shape[1] * (weight.num_rows // WEIGHT_ROWS)
+    num_works = items.shape[1] * (weight.num_rows // (128 * tiles))
     scale = SCALE_CODES[weight.format]
     constants: dict[str, Any] = {"N": weight.num_rows, "K": weight.num_cols, "FIRST": first}
     moe_w4_hopper_kernel[(min(num_processors(x.device), num_works),)](
-        boxes_of(x, _TOKEN_BLOCK, 64),
+        boxes_of(x, 64 // tiles, 64),
         weight.codes.view(torch.uint32),
         weight.scales.view(torch.uint32),
         weight.factors,
@@ -164,7 +177,8 @@ def _gemm(
         INT4=weight.format == "mxint4",
         SCALE_MUL=scale.multiply,
         SCALE_ADD=scale.add,
-        STAGES=_STAGES,
+        STAGES=_STAGES[tiles],
+        TILES=tiles,
         num_warps=4,
         **constants,
     )
@@ -190,7 +204,8 @@ def moe_w4_large(
     """Sort, gather, GEMM + SwiGLU, GEMM * router weight, sum. Parts of the sum are bf16."""
     num_tokens, hidden = x.shape
     top_k = ids.shape[1]
-    pairs, items = sort_pairs(ids, gate_up.num_experts)
+    tiles = tiles_for(ids.numel(), gate_up.num_experts, hidden)
+    pairs, items = sort_pairs(ids, gate_up.num_experts, 256 // tiles)
     like: dict[str, Any] = {"dtype": x.dtype, "device": x.device}
     rows = torch.empty(pairs.shape[0], hidden, **like)
     block = min(2048, next_power_of_2(hidden))
@@ -200,8 +215,8 @@ def moe_w4_large(
     h = torch.empty(pairs.shape[0], down.num_cols, **like)
     parts = torch.empty(pairs.shape[0], hidden, **like)
     out = torch.empty_like(x)
-    _gemm(rows, gate_up, pairs, items, weights, h, first=True)
-    _gemm(h, down, pairs, items, weights, parts, first=False)
+    _gemm(rows, gate_up, pairs, items, weights, h, first=True, tiles=tiles)
+    _gemm(h, down, pairs, items, weights, parts, first=False, tiles=tiles)
     moe_combine_kernel[(num_tokens, cdiv(hidden, 1024))](
         parts,
         shared if shared is not None else x,

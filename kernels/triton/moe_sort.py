@@ -36,23 +36,29 @@ def moe_place_kernel(
     max_items,
     E_PAD: tl.constexpr,
     TOKENS: tl.constexpr,
+    COUNTED: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (block of pairs): where they go, ascending within an expert. The first program also
-    writes the items and empties the unused ones."""
+    """Program (BLOCK pairs): where they go, ascending within an expert. COUNTED: the pairs of a row
+    of counts. The first program also writes the items and empties the unused ones."""
     block = tl.program_id(0)
-    num_blocks = tl.num_programs(0)
+    num_counts = (num_pairs + COUNTED - 1) // COUNTED
+    counted = block * BLOCK // COUNTED
     e = tl.arange(0, E_PAD)
+    # Pairs of the same row of counts that lie before mine.
+    lead = tl.arange(0, COUNTED)
+    inside = lead < block * BLOCK - counted * COUNTED
+    ids = tl.load(topk_ids + counted * COUNTED + lead, mask=inside, other=0)
+    before = tl.histogram(ids, E_PAD, mask=inside)
     total = tl.zeros([E_PAD], tl.int32)
-    before = tl.zeros([E_PAD], tl.int32)
-    for first in range(0, num_blocks, ROWS):
+    for first in range(0, num_counts, ROWS):
         row = first + tl.arange(0, ROWS)
         some = tl.load(
-            counts + row[:, None] * E_PAD + e[None, :], mask=(row < num_blocks)[:, None], other=0
+            counts + row[:, None] * E_PAD + e[None, :], mask=(row < num_counts)[:, None], other=0
         )
         total += tl.sum(some, axis=0)
-        before += tl.sum(tl.where((row < block)[:, None], some, 0), axis=0)
+        before += tl.sum(tl.where((row < counted)[:, None], some, 0), axis=0)
     begin = tl.cumsum(total, axis=0) - total
     i = tl.arange(0, BLOCK)
     p = block * BLOCK + i

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hopper grouped W4 GEMM for many tokens: out^T = W_expert x^T, persistent, wgmma from registers.
 
-Owns: work items of up to 256 tokens of one expert by 128 weight rows. Does not know: routing
-(moe_route.py), packing (kernels/w4_layout.py). A producer warp brings token tiles by TMA; each of
-two consumer warpgroups holds 64 weight rows, expands their codes in registers (once for all tokens
-of the item) while its previous product is under way, and feeds them to wgmma as its A operand.
+Owns: work items of tokens of one expert, by weight rows. Does not know: routing (moe_route.py),
+packing (kernels/w4_layout.py). A producer warp brings token tiles by TMA; each of two consumer
+warpgroups holds TILES times 64 weight rows, expands their codes in registers (once for all tokens
+of the item) while the product before is under way, and feeds them to wgmma as its A operand.
+TILES 1: items of up to 256 tokens, bound by the tensor cores, and by the second-level cache, from
+which tokens come once for each 128 rows. TILES 2: up to 128 tokens, come once for each 256 rows;
+bound by the expansion, and better where most experts get fewer than 100.
 wgmma wants K in the order in which a lane holds its codes: four neighbouring columns 4c .. 4c + 3
 sit at positions 2c, 2c + 1, 2c + 8, 2c + 9 of their 16, so the token rows come with their columns
 moved there (moe_gather.py, and the epilogue of the first GEMM).
@@ -20,9 +23,7 @@ from kernels.triton.quick_launch import quick_launch
 mbarrier = hopper.mbarrier
 tma = hopper.tma
 
-TOKEN_BLOCK = 64
-MAX_BLOCKS = 4
-WEIGHT_ROWS = 128
+BLOCKS = gl.constexpr(4)  # an item's tokens, in blocks of 64 / TILES
 
 
 @gluon.jit
@@ -99,10 +100,9 @@ def _produce(
     KB: gl.constexpr,
     NUM_TILES: gl.constexpr,
     BLOCK: gl.constexpr,
-    BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The item's tokens, 64 columns a step, in blocks of 64 tokens."""
+    """The item's tokens, 64 columns a step, in blocks of BLOCK tokens."""
     step = 0
     for work in range(first_work, num_works, gl.num_programs(0)):
         _tile, _expert, begin, count = _work(item_expert, item_begin, item_count, work, NUM_TILES)
@@ -136,13 +136,50 @@ def _issue(w, x_tile, acc, acc_rest, MAIN: gl.constexpr, REST: gl.constexpr):
 
 
 @gluon.jit
-def _finish(acc, acc_rest, w, REST: gl.constexpr):
-    """Wait for the product under way; `w`, the next operand, is ready before."""
-    if REST > 0:
-        acc, acc_rest, w = hopper.warpgroup_mma_wait(0, deps=[acc, acc_rest, w])
+def _finish(acc_a, rest_a, acc_b, rest_b, w_a, w_b, REST: gl.constexpr, TILES: gl.constexpr):
+    """Wait for the products under way; `w_a` and `w_b`, the next operands, are ready before."""
+    if TILES == 2 and REST > 0:
+        acc_a, rest_a, acc_b, rest_b, w_a, w_b = hopper.warpgroup_mma_wait(
+            0, deps=[acc_a, rest_a, acc_b, rest_b, w_a, w_b]
+        )
+    elif TILES == 2:
+        acc_a, acc_b, w_a, w_b = hopper.warpgroup_mma_wait(0, deps=[acc_a, acc_b, w_a, w_b])
+    elif REST > 0:
+        acc_a, rest_a, w_a = hopper.warpgroup_mma_wait(0, deps=[acc_a, rest_a, w_a])
     else:
-        acc, w = hopper.warpgroup_mma_wait(0, deps=[acc, w])
-    return acc, acc_rest, w
+        acc_a, w_a = hopper.warpgroup_mma_wait(0, deps=[acc_a, w_a])
+    return acc_a, rest_a, acc_b, rest_b, w_a, w_b
+
+
+@gluon.jit
+def _load_tiles(codes, scales, tile, kb, KB: gl.constexpr, TILES: gl.constexpr):
+    """Words of both tiles, which lie one below the other; of one: twice the same."""
+    codes_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    scales_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
+    c_a, s_a = _load_codes(codes, scales, tile, kb, codes_layout, scales_layout)
+    if TILES == 2:
+        c_b, s_b = _load_codes(codes, scales, tile + KB, kb, codes_layout, scales_layout)
+    else:
+        c_b, s_b = c_a, s_a
+    return c_a, s_a, c_b, s_b
+
+
+@gluon.jit
+def _expand_tiles(
+    c_a,
+    s_a,
+    c_b,
+    s_b,
+    OPERAND: gl.constexpr,
+    INT4: gl.constexpr,
+    SCALE_MUL: gl.constexpr,
+    SCALE_ADD: gl.constexpr,
+    TILES: gl.constexpr,
+):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    w_a = _expand(c_a, s_a, layout, OPERAND, INT4, SCALE_MUL, SCALE_ADD)
+    w_b = _expand(c_b, s_b, layout, OPERAND, INT4, SCALE_MUL, SCALE_ADD) if TILES == 2 else w_a
+    return w_a, w_b
 
 
 @gluon.jit
@@ -161,13 +198,12 @@ def _multiply(
     SCALE_MUL: gl.constexpr,
     SCALE_ADD: gl.constexpr,
     STAGES: gl.constexpr,
+    TILES: gl.constexpr,
 ):
-    """64 weight rows times MAIN + REST tokens over all columns; two steps a round, since the
-    operand being expanded must not be the one being read. The branch of each wait for tokens (a
-    real one only where it has a condition) keeps the assembler from moving an expansion behind the
-    product under way."""
-    codes_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    scales_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
+    """TILES times 64 weight rows times MAIN + REST tokens over all columns; two steps a round,
+    since the operands being expanded must not be the ones being read. The branch of each wait for
+    tokens (a real one only where it has a condition) keeps the assembler from moving an expansion
+    behind the products under way."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, MAIN, 16]
     )
@@ -175,35 +211,45 @@ def _multiply(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, REST if REST > 0 else 64, 16]
     )
     operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    acc = gl.zeros([64, MAIN], gl.float32, layout=layout)
-    acc_rest = gl.zeros([64, REST], gl.float32, layout=rest_layout) if REST > 0 else 0
-    c0, s0 = _load_codes(codes, scales, tile, 0, codes_layout, scales_layout)
-    c1, s1 = _load_codes(codes, scales, tile, 1, codes_layout, scales_layout)
-    w0 = _expand(c0, s0, codes_layout, operand, INT4, SCALE_MUL, SCALE_ADD)
-    c0, s0 = _load_codes(codes, scales, tile, 2 % KB, codes_layout, scales_layout)
+    acc_a = gl.zeros([64, MAIN], gl.float32, layout=layout)
+    rest_a = gl.zeros([64, REST], gl.float32, layout=rest_layout) if REST > 0 else 0
+    acc_b = gl.zeros([64, MAIN], gl.float32, layout=layout) if TILES == 2 else 0
+    rest_b = gl.zeros([64, REST], gl.float32, layout=rest_layout) if REST > 0 and TILES == 2 else 0
+    ca0, sa0, cb0, sb0 = _load_tiles(codes, scales, tile, 0, KB, TILES)
+    ca1, sa1, cb1, sb1 = _load_tiles(codes, scales, tile, 1, KB, TILES)
+    wa0, wb0 = _expand_tiles(ca0, sa0, cb0, sb0, operand, INT4, SCALE_MUL, SCALE_ADD, TILES)
+    ca0, sa0, cb0, sb0 = _load_tiles(codes, scales, tile, 2 % KB, KB, TILES)
     mbarrier.wait(x_full.index(step % STAGES), (step // STAGES) & 1)
     for kb in range(0, KB, 2):
         stage = step % STAGES
-        acc, acc_rest = _issue(w0, x_tiles.index(stage), acc, acc_rest, MAIN, REST)
-        w1 = _expand(c1, s1, codes_layout, operand, INT4, SCALE_MUL, SCALE_ADD)
-        c1, s1 = _load_codes(
-            codes, scales, tile, gl.minimum(kb + 3, KB - 1), codes_layout, scales_layout
-        )
+        x_tile = x_tiles.index(stage)
+        acc_a, rest_a = _issue(wa0, x_tile, acc_a, rest_a, MAIN, REST)
+        if TILES == 2:
+            acc_b, rest_b = _issue(wb0, x_tile, acc_b, rest_b, MAIN, REST)
+        wa1, wb1 = _expand_tiles(ca1, sa1, cb1, sb1, operand, INT4, SCALE_MUL, SCALE_ADD, TILES)
+        ahead = gl.minimum(kb + 3, KB - 1)
+        ca1, sa1, cb1, sb1 = _load_tiles(codes, scales, tile, ahead, KB, TILES)
         step += 1
         following = step % STAGES
         mbarrier.wait(x_full.index(following), (step // STAGES) & 1, pred=tile >= 0)
-        acc, acc_rest, w1 = _finish(acc, acc_rest, w1, REST)
-        mbarrier.arrive(x_empty.index(stage), count=1)
-        acc, acc_rest = _issue(w1, x_tiles.index(following), acc, acc_rest, MAIN, REST)
-        w0 = _expand(c0, s0, codes_layout, operand, INT4, SCALE_MUL, SCALE_ADD)
-        c0, s0 = _load_codes(
-            codes, scales, tile, gl.minimum(kb + 4, KB - 1), codes_layout, scales_layout
+        acc_a, rest_a, acc_b, rest_b, wa1, wb1 = _finish(
+            acc_a, rest_a, acc_b, rest_b, wa1, wb1, REST, TILES
         )
+        mbarrier.arrive(x_empty.index(stage), count=1)
+        x_tile = x_tiles.index(following)
+        acc_a, rest_a = _issue(wa1, x_tile, acc_a, rest_a, MAIN, REST)
+        if TILES == 2:
+            acc_b, rest_b = _issue(wb1, x_tile, acc_b, rest_b, MAIN, REST)
+        wa0, wb0 = _expand_tiles(ca0, sa0, cb0, sb0, operand, INT4, SCALE_MUL, SCALE_ADD, TILES)
+        ahead = gl.minimum(kb + 4, KB - 1)
+        ca0, sa0, cb0, sb0 = _load_tiles(codes, scales, tile, ahead, KB, TILES)
         step += 1
         mbarrier.wait(x_full.index(step % STAGES), (step // STAGES) & 1, pred=kb + 2 < KB)
-        acc, acc_rest, w0 = _finish(acc, acc_rest, w0, REST)
+        acc_a, rest_a, acc_b, rest_b, wa0, wb0 = _finish(
+            acc_a, rest_a, acc_b, rest_b, wa0, wb0, REST, TILES
+        )
         mbarrier.arrive(x_empty.index(following), count=1)
-    return acc, acc_rest, step
+    return acc_a, rest_a, acc_b, rest_b, step
 
 
 @gluon.jit
@@ -256,6 +302,19 @@ def _store_weighted(
 
 
 @gluon.jit
+def _store(acc, first_row, row_tile, args, N: gl.constexpr, FIRST: gl.constexpr):
+    factors, pairs, pair_weights, out, expert, begin, count = args
+    factor = gl.load(factors + expert * 2)
+    if FIRST:
+        up_factor = gl.load(factors + expert * 2 + 1)
+        _store_activated(acc, factor, up_factor, out, first_row, begin, count, row_tile * 32, N)
+    else:
+        _store_weighted(
+            acc, factor, pairs, pair_weights, out, first_row, begin, count, row_tile * 64, N
+        )
+
+
+@gluon.jit
 def _multiply_and_store(
     x_tiles,
     x_full,
@@ -281,8 +340,9 @@ def _multiply_and_store(
     SCALE_MUL: gl.constexpr,
     SCALE_ADD: gl.constexpr,
     STAGES: gl.constexpr,
+    TILES: gl.constexpr,
 ):
-    acc, acc_rest, step = _multiply(
+    acc_a, rest_a, acc_b, rest_b, step = _multiply(
         x_tiles,
         x_full,
         x_empty,
@@ -297,19 +357,16 @@ def _multiply_and_store(
         SCALE_MUL,
         SCALE_ADD,
         STAGES,
+        TILES,
     )
-    first = gl.load(factors + expert * 2)
-    if FIRST:
-        second = gl.load(factors + expert * 2 + 1)
-        _store_activated(acc, first, second, out, 0, begin, count, row_tile * 32, N)
+    args = (factors, pairs, pair_weights, out, expert, begin, count)
+    _store(acc_a, 0, row_tile, args, N, FIRST)
+    if REST > 0:
+        _store(rest_a, MAIN, row_tile, args, N, FIRST)
+    if TILES == 2:
+        _store(acc_b, 0, row_tile + 1, args, N, FIRST)
         if REST > 0:
-            _store_activated(acc_rest, first, second, out, MAIN, begin, count, row_tile * 32, N)
-    else:
-        _store_weighted(acc, first, pairs, pair_weights, out, 0, begin, count, row_tile * 64, N)
-        if REST > 0:
-            _store_weighted(
-                acc_rest, first, pairs, pair_weights, out, MAIN, begin, count, row_tile * 64, N
-            )
+            _store(rest_b, MAIN, row_tile + 1, args, N, FIRST)
     return step
 
 
@@ -337,15 +394,17 @@ def _consume(
     SCALE_MUL: gl.constexpr,
     SCALE_ADD: gl.constexpr,
     STAGES: gl.constexpr,
+    TILES: gl.constexpr,
     SIDE: gl.constexpr,
 ):
-    """64 of the tile's weight rows, for as many blocks of 64 tokens as the item has."""
+    """Its half of the work's weight rows, for as many blocks of tokens as the item has."""
+    BLOCK: gl.constexpr = 64 // TILES
     step = 0
     for work in range(first_work, num_works, gl.num_programs(0)):
         n_tile, expert, begin, count = _work(item_expert, item_begin, item_count, work, NUM_TILES)
-        row_tile = n_tile * 2 + SIDE
+        row_tile = (n_tile * 2 + SIDE) * TILES
         tile = (expert.to(gl.int64) * (N // 64) + row_tile) * KB
-        if count > 192:
+        if count > 3 * BLOCK:
             step = _multiply_and_store(
                 x_tiles,
                 x_full,
@@ -364,15 +423,16 @@ def _consume(
                 step,
                 N,
                 KB,
-                256,
+                4 * BLOCK,
                 0,
                 FIRST,
                 INT4,
                 SCALE_MUL,
                 SCALE_ADD,
                 STAGES,
+                TILES,
             )
-        elif count > 128:
+        elif count > 2 * BLOCK:
             step = _multiply_and_store(
                 x_tiles,
                 x_full,
@@ -391,15 +451,16 @@ def _consume(
                 step,
                 N,
                 KB,
-                128,
-                64,
+                2 * BLOCK,
+                BLOCK,
                 FIRST,
                 INT4,
                 SCALE_MUL,
                 SCALE_ADD,
                 STAGES,
+                TILES,
             )
-        elif count > 64:
+        elif count > BLOCK:
             step = _multiply_and_store(
                 x_tiles,
                 x_full,
@@ -418,13 +479,14 @@ def _consume(
                 step,
                 N,
                 KB,
-                128,
+                2 * BLOCK,
                 0,
                 FIRST,
                 INT4,
                 SCALE_MUL,
                 SCALE_ADD,
                 STAGES,
+                TILES,
             )
         elif count > 0:
             step = _multiply_and_store(
@@ -445,13 +507,14 @@ def _consume(
                 step,
                 N,
                 KB,
-                64,
+                BLOCK,
                 0,
                 FIRST,
                 INT4,
                 SCALE_MUL,
                 SCALE_ADD,
                 STAGES,
+                TILES,
             )
 
 
@@ -476,13 +539,14 @@ def moe_w4_hopper_kernel(
     SCALE_MUL: gl.constexpr,
     SCALE_ADD: gl.constexpr,
     STAGES: gl.constexpr,
+    TILES: gl.constexpr,
 ):
-    """Programs share works (item, 128 weight rows). x [pairs, K] sorted by expert, in boxes of 64
-    rows and columns. FIRST: out [pairs, N / 2] = SwiGLU, sorted. Else: out [pairs, N] by pair."""
+    """Programs share works (item, 128 * TILES weight rows). x [pairs, K] sorted by expert, in boxes
+    of 64 / TILES rows and 64 columns. FIRST: out [pairs, N / 2] = SwiGLU, sorted. Else: out
+    [pairs, N] by pair."""
     KB: gl.constexpr = K // 64
-    NUM_TILES: gl.constexpr = N // 128
-    BLOCK: gl.constexpr = 64
-    BLOCKS: gl.constexpr = 4
+    NUM_TILES: gl.constexpr = N // (128 * TILES)
+    BLOCK: gl.constexpr = 64 // TILES
     x_tiles = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK * BLOCKS, 64], x_desc.layout)
     x_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     x_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -518,6 +582,7 @@ def moe_w4_hopper_kernel(
                     SCALE_MUL,
                     SCALE_ADD,
                     STAGES,
+                    TILES,
                     0,
                 ),
             ),
@@ -546,6 +611,7 @@ def moe_w4_hopper_kernel(
                     SCALE_MUL,
                     SCALE_ADD,
                     STAGES,
+                    TILES,
                     1,
                 ),
             ),
@@ -564,7 +630,6 @@ def moe_w4_hopper_kernel(
                     KB,
                     NUM_TILES,
                     BLOCK,
-                    BLOCKS,
                     STAGES,
                 ),
             ),

@@ -66,17 +66,17 @@ _SORT = """
 import torch
 from kernels.triton.moe_large import sort_pairs
 torch.manual_seed(0)
-cases = ((1, 1, 1), (3, 2, 5), (700, 3, 20), (130, 8, 66), (1200, 2, 3))
-for num_tokens, top_k, num_experts in cases:
+cases = ((1, 1, 1), (3, 2, 5), (700, 3, 20), (130, 8, 66), (1500, 2, 3))
+for (num_tokens, top_k, num_experts), most in zip(cases, (128, 256, 128, 256, 128)):
     chances = torch.rand(num_experts) ** 4 + 1e-4
     chances[num_experts // 2] = 0 if num_experts > top_k else 1
     ids = torch.multinomial(chances, num_tokens * top_k, replacement=True).int().view(-1, top_k)
-    pairs, items = sort_pairs(ids, num_experts)
+    pairs, items = sort_pairs(ids, num_experts, most)
     wanted, runs = [], []
     for expert in range(num_experts):
         mine = [at for at, one in enumerate(ids.flatten().tolist()) if one == expert]
-        for first in range(0, len(mine), 256):
-            run = mine[first : first + 256]
+        for first in range(0, len(mine), most):
+            run = mine[first : first + most]
             runs.append([expert, len(wanted) + first, len(run)])
         wanted += mine
     assert pairs.tolist() == wanted
@@ -147,8 +147,9 @@ def test_routing_of_many_tokens_agrees_with_norm_scores_and_choice() -> None:
 
 
 @pytest.mark.slow
-def test_the_gemm_compiles_to_the_units_it_is_written_for() -> None:
-    arguments = ["-W", "error", "-m", "tests.kernels.triton_compiled", "moe_w4_hopper"]
+@pytest.mark.parametrize("name", ["moe_w4_hopper", "moe_w4_hopper_tall"])
+def test_the_gemm_compiles_to_the_units_it_is_written_for(name: str) -> None:
+    arguments = ["-W", "error", "-m", "tests.kernels.triton_compiled", name]
     line = json.loads(_run(arguments))
     assert (line["wgmma"], line["tma"], line["mma_sync"]) == (True, True, False)
     assert line["bf16x2_scale"] and line["shared_bytes"] <= 227 * 1024
@@ -164,17 +165,18 @@ def test_scores_by_terms_are_those_of_fp64_and_so_is_the_choice() -> None:
     torch.manual_seed(5)
     x = torch.randn(900, 2048, device="cuda", dtype=torch.bfloat16)
     norm = torch.rand(2048, device="cuda") + 0.5
-    router = torch.randn(64, 2048, device="cuda")
+    router = torch.randn(64, 2048, device="cuda") * 2048**-0.5
     normed, ids, _ = norm_route_large(
         x, norm, 1e-6, router, None, MoeRouting(num_experts=64, top_k=6), 2
     )
     torch.testing.assert_close(normed, rms_norm(x, norm, 1e-6))
     wanted = normed.double() @ router.double().T
     found = scores_of_terms(normed, router).view(900, 3, 64).flip(1).sum(1)
-    assert float((found - wanted).abs().max()) < 2e-4  # scores of some 50, sums of 2,048 products
+    # Measured 1.2e-5, of scores that spread by 1; without the second term it is some 2e-3.
+    assert float((found - wanted).abs().max()) < 5e-5
     # The sixth and seventh are rarely that close.
     best = wanted.topk(7, dim=1).values
-    clear = best[:, 5] - best[:, 6] > 1e-3
+    clear = best[:, 5] - best[:, 6] > 1e-4
     assert int(clear.sum()) > 850
     chosen = wanted.topk(6, dim=1).indices.sort(1).values
     assert torch.equal(ids[clear, :6].long().sort(1).values, chosen[clear])
@@ -183,9 +185,9 @@ def test_scores_by_terms_are_those_of_fp64_and_so_is_the_choice() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxint4"])
-@pytest.mark.parametrize("num_tokens", [3, 40, 300, 700, 2000])
+@pytest.mark.parametrize("num_tokens", [3, 40, 300, 410, 700, 2000])
 def test_the_layer_agrees_with_the_reference(fmt: str, num_tokens: int) -> None:
-    """Items of one to four blocks of tokens, experts without any, and NaN in nobody's way."""
+    """Items of one to four blocks of tokens, both numbers of tiles, experts without any tokens."""
     from kernels.triton import expert_choice, moe_large
 
     torch.manual_seed(num_tokens)

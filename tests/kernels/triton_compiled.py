@@ -215,13 +215,13 @@ def mla_prefill_hopper() -> Any:
     return compile_one(mla_prefill_hopper_kernel, constants, warps=4, gluon=True, boxes=boxes)
 
 
-def moe_w4_hopper() -> Any:
+def moe_w4_hopper(tiles: int = 1) -> Any:
     """The first GEMM of a V2-Lite layer, many tokens."""
     from kernels.triton.moe_w4_hopper import moe_w4_hopper_kernel
 
     constants = dict(K=2048, N=2816, FIRST=True, INT4=False, SCALE_MUL=16, SCALE_ADD=0x6F006F00)
-    constants["STAGES"] = 4
-    boxes = dict(x_desc=(64, 64))
+    constants |= dict(STAGES=4 if tiles == 1 else 6, TILES=tiles)
+    boxes = dict(x_desc=(64 // tiles, 64))
     return compile_one(moe_w4_hopper_kernel, constants, warps=4, gluon=True, boxes=boxes)
 
 
@@ -340,6 +340,7 @@ KERNELS = {
         }.items()
     },
     "moe_w4_hopper": moe_w4_hopper,
+    "moe_w4_hopper_tall": partial(moe_w4_hopper, 2),
 }
 
 
