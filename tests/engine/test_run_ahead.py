@@ -201,6 +201,24 @@ def test_a_small_step_with_nothing_behind_it_leaves_the_loop_asleep() -> None:
     assert waits <= 2
 
 
+def test_a_long_prompt_s_steps_take_ever_longer_and_each_is_held_against_the_last() -> None:
+    case = Alone(us_per_token=100.0)
+    ended_ms = 1000
+    for step_id, took_ms in enumerate((100, 150, 200, 250), 1):
+        case.dispatch(step_id, 1000)
+        case.results.append(
+            StepResult(
+                step_id=step_id, sampled=None, forward_ms=took_ms, mask_wait_ms=0.0, sample_ms=0.0
+            )
+        )
+        ended_ms += took_ms
+        case.turn_at(ended_ms)
+        case.dispatch(step_id + 1, 1000)
+        nearly_ms = ended_ms + took_ms - RUN_AHEAD_MS
+        assert case.turn_at(nearly_ms - 1) == [] and case.turn_at(nearly_ms) == [nearly_ms]
+        case.loop._in_flight.clear()
+
+
 def test_a_step_that_began_late_is_nearly_done_later() -> None:
     """The one before it took longer than steps did lately, as behind a long prefix."""
     case = Alone(us_per_token=100.0)
