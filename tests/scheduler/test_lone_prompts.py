@@ -151,7 +151,7 @@ def test_a_request_that_runs_while_it_loads_is_somebody_and_may_be_the_lone_one(
         assert loading.outputs == harness.model.generate(loading)
 
 
-def test_one_that_gave_way_and_will_wait_again_is_somebody() -> None:
+def test_one_that_gave_way_waits_again_and_is_somebody() -> None:
     harness = make(num_pages=30, max_context_len=120)
     first = harness.submit(prompt(1, 60), max_new=40)
     step(harness)
