@@ -11,6 +11,18 @@ from benchmarks.soak.engine_soak import Run, Setting
 from engine.loop.event_loop import RunAhead
 
 
+def test_runs_differ_in_what_a_lone_prompt_gets(tmp_path: Path) -> None:
+    settings = [Setting(seed, overlap_loads=False) for seed in range(60)]
+    wide = [s.seed for s in settings if s.lone_token_budget > s.token_budget]
+    assert 15 < len(wide) < 45
+    run = Run(wide[0], tmp_path, overlap_loads=False)
+    config, setting = run.engine.config, settings[wide[0]]
+    assert config.tokens_per_step("cpu") == setting.token_budget
+    assert config.tokens_per_lone_step("cpu") == setting.lone_token_budget
+    run.plain.close()
+    os.close(run.l2_fd)
+
+
 def test_runs_differ_in_when_a_step_gets_its_successor(tmp_path: Path) -> None:
     """Steps of the soak's model are too short for what serves: nearly all runs draw less."""
     ways = [Setting(seed, overlap_loads=False).run_ahead for seed in range(60)]
