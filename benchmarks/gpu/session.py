@@ -52,6 +52,7 @@ COLD = "-m benchmarks.gpu.steps --only cold"
 LAUNCHES = "--no-prefill-graphs"
 SUMS = "moe_w4=triton_combined"
 SHORT_TESTS = "tests/engine/test_gpu_short_prefill.py"
+LONE_TESTS = "tests/engine/test_gpu_lone_steps.py"
 FOLD_TESTS = "tests/engine/test_gpu_folding.py tests/engine/test_gpu_speculation.py"
 TINY_DRAFTS = "-m benchmarks.gpu.draft_steps --shape tiny --weights bf16 --steps 3"
 EXPANDED = "mla_prefill_form=expanded"
@@ -300,6 +301,13 @@ PARTS = (
         limit_s=170,
         command=f"-m benchmarks.gpu.engine --cases 16x65536x4 --trace {SMALL_L2}",
         dry=TINY_TURNS,
+    ),
+    Part(
+        name="lone_tests",
+        half="lone",
+        limit_s=120,
+        command=f"-m pytest {TESTS} {LONE_TESTS}",
+        dry=f"-m pytest {TESTS} {LONE_TESTS}",
     ),
     *(
         Part(
