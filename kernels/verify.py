@@ -14,9 +14,11 @@ import torch
 from kernels.cases import Case, attention_cases, linear_cases, small_cases
 from kernels.decoder_cases import decoder_cases
 from kernels.errors import NoKernelFoundError
+from kernels.latent_cases import GPU, HOST, latent_cases
 from kernels.layer_cases import layer_cases
 from kernels.registry import REGISTRY
 from kernels.selection import override
+from kernels.step_cases import step_cases
 from kernels.tolerances import tolerance_of
 
 
@@ -36,15 +38,56 @@ class Verdict:
         return self.error is None or self.error <= self.allowed
 
 
+# These choose how others run, or prepare it: what they say shows in the results of those.
+NOTHING_TO_COMPARE = {
+    "mla_plan": "cases of mla_decode run it",
+    "mla_decode_form": "a choice of the engine's, in docs/gpu-kernels.md",
+    "mla_prefill_form": "likewise",
+}
+# What runs as the reference of a fused family: it, and the parts it calls, all of them references.
+_PARTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "llama_forward": (
+        ("llama_forward", "reference"),
+        ("linear", "reference"),
+        ("paged_attention", "reference"),
+    ),
+    "moe_norm_route": (
+        ("moe_norm_route", "composed"),
+        ("rms_norm", "reference"),
+        ("moe_route", "reference"),
+    ),
+    "mla_absorb": (("mla_absorb", "composed"), ("mla_kv_write", "reference")),
+    "mla_values": (("mla_values", "composed"), ("mla_decode", "reference")),
+    "mla_output": (
+        ("mla_output", "composed"),
+        ("mla_values", "composed"),
+        ("mla_decode", "reference"),
+        ("linear_add", "reference"),
+    ),
+}
+
+
 def all_cases() -> dict[str, list[Case]]:
-    """Return the cases of every family that has some, by family."""
-    return {
-        "linear": linear_cases(),
-        "paged_attention": attention_cases(),
-        "llama_forward": decoder_cases(),
-        **layer_cases(),
-        **small_cases(),
-    }
+    """Return the cases of every family that has some, by family: those of a CPU, and where torch
+    finds a GPU those of one."""
+    parts = [
+        {
+            "linear": linear_cases(),
+            "paged_attention": attention_cases(),
+            "llama_forward": decoder_cases(),
+        },
+        layer_cases(),
+        small_cases(),
+        latent_cases(HOST),
+        step_cases("cpu"),
+    ]
+    if torch.cuda.is_available():
+        parts += [latent_cases(GPU), step_cases("cuda")]
+    cases: dict[str, list[Case]] = {}
+    for part in parts:
+        for family, some in part.items():
+            cases.setdefault(family, []).extend(some)
+    return cases
 
 
 def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -86,16 +129,14 @@ def verify_case(family: str, kernel: str, case: Case) -> Verdict:
 
 def reference_result(family: str, case: Case) -> torch.Tensor:
     """Return what the reference makes of a case."""
-    parts = ("linear", "paged_attention") if family == "llama_forward" else ()
-    names = [family, *parts]
-    return _run_overridden(names, case)
+    return _run_overridden(_PARTS.get(family, ((family, "reference"),)), case)
 
 
-def _run_overridden(families: list[str], case: Case) -> torch.Tensor:
-    if not families:
+def _run_overridden(names: tuple[tuple[str, str], ...], case: Case) -> torch.Tensor:
+    if not names:
         return case.run()
-    with override(families[0], "reference"):
-        return _run_overridden(families[1:], case)
+    with override(*names[0]):
+        return _run_overridden(names[1:], case)
 
 
 def verify_family(family: str) -> Iterator[Verdict]:

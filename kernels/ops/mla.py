@@ -218,6 +218,7 @@ def _values_traits(
         ("latent_dim", latent_dim),
         ("rope_dim", rope_dim),
         ("v_dim", v_dim),
+        ("q_len", workspace.q_len),
         ("query_rows", num_heads * workspace.q_len),
         *pool_traits(kv_pool_layer, latent_dim, rope_dim),
     )
