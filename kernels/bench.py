@@ -55,10 +55,10 @@ def _stopwatch(spec: KernelSpec, samples: list[float]) -> Iterator[None]:
     """The kernel with its time taken, in its place in the registry."""
 
     def timed(*arguments: Any, **options: Any) -> Any:
+        _wait()  # the arguments may still be on their way
         start = time.perf_counter()
         result = spec.fn(*arguments, **options)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _wait()
         samples.append((time.perf_counter() - start) * 1e6)
         return result
 
@@ -67,6 +67,11 @@ def _stopwatch(spec: KernelSpec, samples: list[float]) -> Iterator[None]:
         yield
     finally:
         _swap(spec, spec.fn)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _swap(spec: KernelSpec, fn: Callable[..., Any]) -> None:

@@ -36,8 +36,8 @@ from typing import Any
 import httpx
 
 from benchmarks.gpu import step_report
+from benchmarks.gpu.machine import machine_facts
 from benchmarks.gpu.shapes import SHAPES, write_shape
-from benchmarks.source_tree import source_facts
 
 ROOT = pathlib.Path(__file__).parents[2]
 SHARED_TOKENS = 4000
@@ -306,19 +306,6 @@ def measure(
     return [line] if trace is None else [line, *traced(trace, users, start)]
 
 
-def about() -> dict[str, Any]:
-    """The machine and the versions."""
-    import torch
-
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        **source_facts(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def loads_of(args: argparse.Namespace) -> list[Load]:
     """The cases asked for, sessions x context x turns each."""
     loads = []
@@ -364,7 +351,7 @@ def main() -> None:
     """Start the server, drive every case, write the lines."""
     args = parse()
     loads = loads_of(args)
-    lines = [about()]
+    lines = [machine_facts()]
     print(json.dumps(lines[0]), flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

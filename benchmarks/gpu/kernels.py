@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import decode_bench, mla_bench, moe_bench, sampling_bench
+from benchmarks.gpu import decode_bench, mla_bench, moe_bench, prefill, sampling_bench
+from benchmarks.gpu.machine import machine_facts
 from benchmarks.gpu.timing import ceilings
-from kernels._triton import triton
 from kernels.triton.moe import GemmTile, MoeTiles, RowTile
 
 
@@ -83,10 +83,16 @@ def _sampling(sweep: bool) -> Iterator[dict[str, Any]]:
     yield from sampling_bench.bench()
 
 
+def _prefill(sweep: bool) -> Iterator[dict[str, Any]]:
+    with torch.inference_mode():
+        yield from prefill.checks_and_times()
+
+
 FAMILIES = {
     "mla": _mla,
     "moe": _moe,
     "decode": _decode,
+    "prefill": _prefill,
     "sampling": _sampling,
     "moe_few": _moe_few,
 }
@@ -100,6 +106,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
+    names = args.only.split(",")
+    if unknown := sorted(set(names) - set(FAMILIES)):
+        parser.error(f"--only: got {', '.join(unknown)}; allowed: {', '.join(FAMILIES)}")
+    if not torch.cuda.is_available():
+        parser.error("torch finds no GPU, which these kernels need")
     torch.manual_seed(0)
     sink = args.out.open("w") if args.out else None
     bad = 0
@@ -110,15 +121,8 @@ def main() -> int:
         if sink:
             print(text, file=sink, flush=True)
 
-    emit(
-        {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            **{k: round(v, 2) for k, v in ceilings().items()},
-        }
-    )
-    for name in args.only.split(","):
+    emit({**machine_facts(), **{k: round(v, 2) for k, v in ceilings().items()}})
+    for name in names:
         try:
             for line in FAMILIES[name](args.sweep):
                 emit(line)

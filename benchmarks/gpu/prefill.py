@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.machine import machine_facts
 from benchmarks.gpu.moe_bench import EXPERTS, HIDDEN, INTER, ROUTING, TOP_K, make_weights
 from benchmarks.gpu.prefill_layer import form_lines
 from benchmarks.gpu.timing import relative_error, time_calls_us
@@ -199,11 +200,13 @@ def time_moe(weights: tuple[Any, Any], num_tokens: int) -> dict[str, Any]:
 
 
 def lines_of(only: str | None) -> Iterator[dict[str, Any]]:
+    """What it ran on, then the lines asked for."""
+    yield machine_facts()
+    yield from form_lines() if only == "forms" else checks_and_times()
+
+
+def checks_and_times() -> Iterator[dict[str, Any]]:
     """Checks, then measurements."""
-    yield {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    if only == "forms":
-        yield from form_lines()
-        return
     yield from check_prefill()
     for past, new in (
         (65536, 800),

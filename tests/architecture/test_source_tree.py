@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.machine import machine_facts
 from benchmarks.source_tree import (
     COMMIT_VARIABLE,
     source_facts,
@@ -81,3 +82,10 @@ def test_a_copy_without_history_has_its_digest_and_the_commit_it_is_told(
     assert source_facts(copy) == {"commit": "", "source": source_of_tree(copy)}
     monkeypatch.setenv(COMMIT_VARIABLE, commit)
     assert source_facts(copy)["commit"] == commit
+
+
+def test_results_of_gpu_benchmarks_begin_with_hardware_versions_and_commit() -> None:
+    facts = machine_facts()
+    assert {name for name, value in facts.items() if value} >= {"device", "torch", "source", "date"}
+    assert {"triton", "cuda", "commit"} <= set(facts)
+    assert facts["source"] == source_of_tree()
