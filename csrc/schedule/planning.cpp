@@ -57,12 +57,13 @@ std::int32_t Scheduler::num_decode_tokens(const Request& request) const {
 
 // A request that has the engine to itself may have larger steps: each expands the cached prefix again
 // and gives an expert few tokens. Whoever comes meanwhile waits for one of them, so none takes
-// longer than a step of that size does where a token costs kLoneCost times what the first one costs.
+// longer than a step of that size does where a token costs two and a half times what the first does.
 void Scheduler::widen_for(const Request& request) {
   if (!has_one_request_ || !wants_prefill(request)) return;
   const std::int64_t first_len = config_.attention_len;  // cost(n) / cost(0) == 1 + n / first_len
   const std::int64_t most = config_.lone_token_budget;
-  const std::int64_t bounded = kLoneCost * most * first_len / (first_len + request.num_planned);
+  const std::int64_t cost = 2 * (first_len + request.num_planned);
+  const std::int64_t bounded = kLoneCostHalves * most * first_len / cost;
   const auto lone_budget = static_cast<std::int32_t>(std::min(most, bounded));
   prefill_budget_ = std::max(prefill_budget_, lone_budget);
 }

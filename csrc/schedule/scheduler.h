@@ -102,8 +102,8 @@ class Scheduler {
  public:
   static constexpr std::int32_t kMaxStepsInFlight = 2;
   // A step of a lone prompt has all its tokens up to a context where a token costs this many times
-  // what it costs at the start, then fewer: it takes no longer than there.
-  static constexpr std::int64_t kLoneCost = 3;
+  // what it costs at the start, in halves; then fewer, so that it takes no longer than there.
+  static constexpr std::int64_t kLoneCostHalves = 5;
   // While memory is short: steps without a long prompt after each one with it.
   static constexpr std::int32_t kStreamSteps = 3;
 

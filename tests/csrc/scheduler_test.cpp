@@ -85,7 +85,7 @@ TEST(Scheduler, WhileMemoryIsShortALongPromptRunsInEveryFourthStep) {
 TEST(Scheduler, APromptThatIsAloneHasLargerStepsUntilSomebodyComes) {
   SchedulerConfig config = small_config();
   config.lone_token_budget = 30;
-  config.attention_len = 10;  // from 20 tokens on a step of 30 would take longer than one there
+  config.attention_len = 10;  // from 15 tokens on a step of 30 would take longer than one there
   config.spare_percent = 0;
   Scheduler scheduler(config);
   Plan plan;
@@ -98,11 +98,11 @@ TEST(Scheduler, APromptThatIsAloneHasLargerStepsUntilSomebodyComes) {
   };
   submit(scheduler, spec(1, std::vector<TokenId>(75, 1), 1));
   EXPECT_EQ(step(), std::vector<std::int32_t>{30});
-  EXPECT_EQ(step(), std::vector<std::int32_t>{22});  // 3 * 30 * 10 / (10 + 30)
+  EXPECT_EQ(step(), std::vector<std::int32_t>{18});  // 2.5 * 30 * 10 / (10 + 30)
   submit(scheduler, spec(2, {2}, 2));
   EXPECT_EQ(step(), (std::vector<std::int32_t>{11, 1}));
   EXPECT_EQ(step(), (std::vector<std::int32_t>{11, 1}));
-  EXPECT_EQ(step(), std::vector<std::int32_t>{1});  // all there was
+  EXPECT_EQ(step(), std::vector<std::int32_t>{5});  // all there was
 }
 
 TEST(Scheduler, ALoneBudgetIsCheckedAndNeverLess) {

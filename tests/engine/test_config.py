@@ -107,10 +107,10 @@ def test_a_step_holds_as_many_tokens_as_configured_or_as_suits_the_device() -> N
     ("device", "settings", "expected"),
     [
         ("cpu", {}, 512),
-        ("cuda", {}, 8192),
+        ("cuda", {}, 16384),
         ("cuda", {"token_budget": 4096}, 4096),  # as it was set, for whoever comes
         ("cuda", {"token_budget": 2048, "lone_token_budget": 16384}, 16384),
-        ("cuda", {"lone_token_budget": 16384}, 16384),
+        ("cuda", {"lone_token_budget": 8192}, 8192),
         ("cuda", {"lone_token_budget": 4096}, 4096),
         ("cuda", {"lone_token_budget": 1}, 4096),
         ("cpu", {"lone_token_budget": 1024}, 1024),
