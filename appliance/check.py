@@ -10,6 +10,8 @@ import errno
 import importlib.metadata
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +39,23 @@ def find_problems(config: ApplianceConfig, *, port_is_ours: bool = False) -> lis
         problems.extend(_port_problems(config))
     problems.extend(_environment_problems())
     return problems
+
+
+def model_problem(config: ApplianceConfig) -> str | None:
+    """What would keep an engine from loading its model; None where nothing would. Takes seconds.
+
+    In a process of its own, as it needs torch, which nothing here may load.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.check_model", "--config-json", "-"],
+        input=config.engine.to_json(),
+        capture_output=True,
+    )
+    if done.returncode == 0:
+        return None
+    said = done.stdout.decode().strip() or done.stderr.decode().strip().rpartition("\n")[2]
+    said = said or f"the check ended with status {done.returncode}"
+    return said if said.startswith("engine.") else f"engine.model: {said}"
 
 
 def _port_problems(config: ApplianceConfig) -> Iterator[str]:

@@ -55,9 +55,12 @@ def serve(settings: Settings) -> None:
 @with_settings
 def check(settings: Settings, as_json: bool) -> None:
     """Say everything that is wrong before anything starts; exit 1 if something is."""
-    from appliance.check import find_problems
+    from appliance.check import find_problems, model_problem
 
-    problems = find_problems(settings.load(validate=False))
+    config = settings.load(validate=False)
+    problems = find_problems(config)
+    if not any(config.problems()) and (problem := model_problem(config)):
+        problems.append(problem)
     if as_json:
         click.echo(json.dumps({"ok": not problems, "problems": problems}, indent=1))
     else:

@@ -52,6 +52,17 @@ class _Opened:
     open_reader: Callable[[torch.device], WeightReader]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What a configuration asks for, once all of it fits; still none of the weights."""
+
+    source: ModelSource
+    opened: _Opened
+    options: LoadOptions
+    dtype_name: str
+    kv_dtype: str
+
+
 def load_model(config: EngineConfig) -> LoadedModel:
     """Load the weights a configuration names.
 
@@ -59,6 +70,31 @@ def load_model(config: EngineConfig) -> LoadedModel:
         ModelError: the model is missing, damaged or not supported.
         ConfigError: a setting does not fit the model or the machine.
     """
+    prepared = _prepare(config)
+    opened, options = prepared.opened, prepared.options
+    if config.deterministic and options.device.type == "cuda":
+        use_fixed_order()
+    reader = opened.open_reader(options.device)
+    return LoadedModel(
+        model=opened.kind.model.load(opened.decoder, reader, options),
+        device=options.device,
+        dtype_name=prepared.dtype_name,
+        kv_dtype=prepared.kv_dtype,
+        weights_name="packed" if options.keep_packed else "dequantized",
+        max_context_len=options.max_positions,
+        source_name=prepared.source.path.name,
+        weights_fingerprint=prepared.source.fingerprint(),
+    )
+
+
+def check_model(config: EngineConfig) -> None:
+    """Raise what `load_model` would of settings and checkpoint, without reading a tensor."""
+    prepared = _prepare(config)
+    opened, options = prepared.opened, prepared.options
+    opened.kind.model.check(opened.decoder, opened.open_reader(options.device), options)
+
+
+def _prepare(config: EngineConfig) -> _Prepared:
     source = resolve_model(config.model)
     expected = _KIND_OF_FORMAT.get(config.load_format)
     if expected is not None and expected is not source.kind:
@@ -75,8 +111,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
     kv_dtype = choose_kv_dtype(config, dtype_name, getattr(opened.decoder, "takes_fp8_kv", False))
     if device.type == "cuda" and opened.kind.check_for_gpu is not None:
         opened.kind.check_for_gpu(opened.decoder)
-    if config.deterministic and device.type == "cuda":
-        use_fixed_order()
     options = LoadOptions(
         dtype=_DTYPES[dtype_name],
         keep_packed=keep_packed,
@@ -85,15 +119,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         drafts=config.speculation == "mtp",
         device=device,
     )
-    return LoadedModel(
-        model=opened.kind.model.load(opened.decoder, opened.open_reader(device), options),
-        device=device,
-        dtype_name=dtype_name,
-        kv_dtype=kv_dtype,
-        weights_name="packed" if keep_packed else "dequantized",
-        max_context_len=max_context_len,
-        source_name=source.path.name,
-        weights_fingerprint=source.fingerprint(),
+    return _Prepared(
+        source=source, opened=opened, options=options, dtype_name=dtype_name, kv_dtype=kv_dtype
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.config_fields import ConfigFields
+from engine.weights.config_fields import ConfigFields
 from engine.weights.errors import ModelFormatError, UnsupportedModelError
 from engine.weights.quant_config import quant_scheme, read_json_object
 

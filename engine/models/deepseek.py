@@ -14,7 +14,7 @@ import torch
 from engine.layers.mla import mla_attend, mla_attention
 from engine.layers.moe import feed_forward
 from engine.models.deepseek_config import DeepseekConfig
-from engine.models.deepseek_loader import DeepseekLayer, DeepseekStack, load_stack
+from engine.models.deepseek_loader import DeepseekLayer, DeepseekStack, check_stack, load_stack
 from engine.models.deepseek_pieces import DeepseekPieces
 from engine.models.model import LoadOptions, RunPiece, StepRows
 from engine.weights.reader import WeightReader
@@ -56,6 +56,11 @@ class DeepseekForCausalLM:
             WeightMismatchError: a tensor is missing or of another shape; before any is read.
         """
         return cls(config, load_stack(config, reader, options), options)
+
+    @staticmethod
+    def check(config: DeepseekConfig, reader: WeightReader, options: LoadOptions) -> None:
+        """Raise what `load` would, without reading a tensor."""
+        check_stack(config, reader, options)
 
     def kv_layout(self, page_size: int, dtype: str) -> LatentLayout:
         return LatentLayout(

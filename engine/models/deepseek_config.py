@@ -20,7 +20,7 @@ from engine.models.config import (
     rope_from_hf,
     rope_spec,
 )
-from engine.models.config_fields import ConfigFields
+from engine.weights.config_fields import ConfigFields
 from engine.weights.errors import ModelFormatError, UnsupportedModelError
 from engine.weights.quant_config import quant_scheme
 from kvtiers.layout import FP8_GROUP

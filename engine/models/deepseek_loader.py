@@ -69,9 +69,18 @@ def load_stack(config: DeepseekConfig, reader: WeightReader, options: LoadOption
     Raises:
         WeightMismatchError: a tensor is missing or of another shape; before any is read.
     """
+    check_stack(config, reader, options)
+    return _Loader(config, reader, options).stack()
+
+
+def check_stack(config: DeepseekConfig, reader: WeightReader, options: LoadOptions) -> None:
+    """Check every tensor the model needs; none is read.
+
+    Raises:
+        WeightMismatchError: a tensor is missing, or of another shape or dtype.
+    """
     nowhere = replace(options, device=torch.device("meta"))
     _Loader(config, CheckingReader(reader), nowhere).stack()
-    return _Loader(config, reader, options).stack()
 
 
 class _Loader:

@@ -52,8 +52,13 @@ class LlamaForCausalLM:
         Raises:
             WeightMismatchError: a tensor is missing or of another shape; before any is read.
         """
-        _StackLoader(config, CheckingReader(reader), options).check()
+        cls.check(config, reader, options)
         return cls(config, _StackLoader(config, reader, options).stack())
+
+    @staticmethod
+    def check(config: DecoderConfig, reader: WeightReader, options: LoadOptions) -> None:
+        """Raise what `load` would, without reading a tensor."""
+        _StackLoader(config, CheckingReader(reader), options).check()
 
     def forward(
         self,

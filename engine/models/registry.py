@@ -22,7 +22,9 @@ from engine.weights.errors import UnsupportedModelError
 class Architecture:
     """`read_config` takes a Hugging Face directory; `model.load` takes what it returns."""
 
-    model: Any  # a class with `load(config, reader, options) -> PagedModel`
+    # A class with `load(config, reader, options) -> PagedModel`, and `check` of the same arguments,
+    # which raises what `load` would and reads no tensor.
+    model: Any
     read_config: Callable[[Path], Any]
     devices: tuple[str, ...] = ("cpu",)
     has_fused_decoder: bool = False  # the op llama_forward runs all of it

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.text.byte_tokenizer import byte_tokenizer
+from engine.text.byte_tokenizer import LEAST_VOCAB_SIZE, byte_tokenizer
 from engine.text.chat_template import ChatTemplate
 from engine.text.conformance import ConformanceReport, check_conformance
 from engine.text.errors import ChatTemplateError
@@ -26,6 +26,7 @@ from engine.text.tokenizer_builders import (
     tokenizer_from_gguf,
     tokenizer_from_hf,
 )
+from engine.weights.config_fields import ConfigFields
 from engine.weights.errors import ModelFormatError
 from engine.weights.gguf import open_gguf
 from engine.weights.source import ModelKind, ModelSource, resolve_model
@@ -120,14 +121,15 @@ def _from_gguf(source: ModelSource) -> TextAssets:
 
 
 def _from_hf(source: ModelSource, is_dummy: bool) -> TextAssets:
-    config = read_json(source.path / "config.json")
-    for key in ("vocab_size", "max_position_embeddings"):
-        if not isinstance(config.get(key), int):
-            raise ModelFormatError(f"{source.path}/config.json: {key} is {config.get(key)!r}")
+    path = source.path / "config.json"
+    config = read_json(path)
+    fields = ConfigFields(config, path)
+    vocab_size = fields.whole("vocab_size")
+    context_len = fields.whole("max_position_embeddings")
     if is_dummy and not (source.path / "tokenizer.json").exists():
-        tokenizer = byte_tokenizer(config["vocab_size"])
+        tokenizer = byte_tokenizer(fields.whole("vocab_size", low=LEAST_VOCAB_SIZE))
     else:
-        tokenizer = tokenizer_from_hf(source.path, config["vocab_size"])
+        tokenizer = tokenizer_from_hf(source.path, vocab_size)
     settings = _optional_json(source.path / "tokenizer_config.json")
     variables = {
         name: text for name in _SPECIAL_NAMES if (text := special_token_text(settings.get(name)))
@@ -135,6 +137,10 @@ def _from_hf(source: ModelSource, is_dummy: bool) -> TextAssets:
     generation = _optional_json(source.path / "generation_config.json")
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = [i for i in (eos if isinstance(eos, list) else [eos]) if i is not None]
+    for token_id in eos_ids:
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            allowed = f"ids from 0 to {vocab_size - 1}"
+            raise ModelFormatError(f"{source.path}: eos_token_id is {eos!r}; allowed: {allowed}")
     named = tokenizer.token_id(variables.get("eos_token", ""))
     return _assemble(
         source,
@@ -142,7 +148,7 @@ def _from_hf(source: ModelSource, is_dummy: bool) -> TextAssets:
         tokenizer=tokenizer,
         template=_hf_template(source.path, settings),
         variables=variables,
-        context_len=config["max_position_embeddings"],
+        context_len=context_len,
         eos_ids=eos_ids if named is None else [*eos_ids, named],
     )
 

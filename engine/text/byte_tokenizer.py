@@ -15,10 +15,15 @@ from engine.text.byte_alphabet import CHAR_OF_BYTE
 from engine.text.tokenizer import AddedToken, Tokenizer
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LEAST_VOCAB_SIZE = len(CHAR_OF_BYTE) + len(CONTROL)  # an id for every byte
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """A tokenizer that gives every id of the vocabulary a spelling of its own."""
+    """A tokenizer that gives every id of the vocabulary a spelling of its own.
+
+    Args:
+        vocab_size: at least `LEAST_VOCAB_SIZE`.
+    """
     first_control = vocab_size - len(CONTROL)
     vocabulary = {
         CHAR_OF_BYTE[i] if i < len(CHAR_OF_BYTE) else f"<{i}>": i for i in range(first_control)

@@ -12,11 +12,13 @@ import pytest
 
 from benchmarks.gpu.shapes import V2_LITE
 from engine.models.config import decoder_config_from_hf
-from engine.models.config_fields import ConfigFields
 from engine.models.deepseek_config import check_for_gpu, deepseek_config_from_hf
 from engine.models.registry import architecture_of
+from engine.text.assets import load_text_assets
+from engine.text.errors import TextError
+from engine.weights.config_fields import ConfigFields
 from engine.weights.errors import ModelError, ModelFormatError, UnsupportedModelError
-from tests.fakes.tiny_deepseek import CONFIG
+from tests.fakes.tiny_deepseek import CONFIG, write_tiny_deepseek
 
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -176,3 +178,34 @@ def test_sizes_that_gpu_kernels_do_not_take_are_named(
         check_for_gpu(config)
     (tmp_path / "config.json").write_text(json.dumps(V2_LITE))
     check_for_gpu(deepseek_config_from_hf(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": -5}, "vocab_size is -5; allowed: a whole number of 1 or more"),
+        ({"vocab_size": True}, "vocab_size is True; allowed"),
+        ({"vocab_size": 10}, "vocab_size is 10; allowed: a whole number of 259 or more"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1; allowed"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'; allowed: ids from 0 to 299"),
+        ({"eos_token_id": [1, 300]}, r"eos_token_id is \[1, 300\]; allowed: ids from 0 to 299"),
+        ({"eos_token_id": True}, "eos_token_id is True; allowed"),
+    ],
+)
+def test_what_a_model_says_of_its_text_is_checked_too(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    write_tiny_deepseek(tmp_path, **changes)
+    with pytest.raises(ModelFormatError, match=said):
+        load_text_assets(str(tmp_path), load_format="dummy")
+
+
+def test_any_value_of_any_field_gives_assets_or_a_refusal(tmp_path: Path) -> None:
+    for place in [*_places(CONFIG), ("eos_token_id",)]:
+        for odd in _ODD:
+            changed = _changed({**CONFIG, "eos_token_id": 1}, place, odd)
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            try:
+                load_text_assets(str(tmp_path), load_format="dummy")
+            except (ModelError, TextError) as error:
+                assert str(tmp_path) in str(error)
