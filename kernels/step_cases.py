@@ -17,6 +17,7 @@ from kernels.cases import Case
 from kernels.layer_cases import KINDS, layer_run
 from kernels.moe_routing import MoeRouting
 from kernels.ops.activation import silu_and_mul
+from kernels.ops.bitmask import apply_bitmask
 from kernels.ops.draw import draw_tokens
 from kernels.ops.edit import RowEdits, edit_rows
 from kernels.ops.moe import moe_norm_route, moe_route, moe_w4
@@ -180,6 +181,16 @@ def _edit(device: str, vocab: int) -> torch.Tensor:
     return torch.cat((values, is_sound.float()[:, None]), dim=1)
 
 
+def _bitmask(device: str, vocab: int) -> torch.Tensor:
+    """A row of everything, one of nothing, and others."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(5, vocab, generator=generator).to(device)
+    masks = torch.randint(-(2**31), 2**31, (5, -(-vocab // 32)), generator=generator).int()
+    masks[0], masks[1] = -1, 0
+    apply_bitmask(logits, masks.to(device))
+    return logits
+
+
 def _greedy(device: str, vocab: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(6, vocab, generator=generator)
@@ -259,6 +270,7 @@ def step_cases(device: str) -> dict[str, list[Case]]:
     for vocab, spread in ((150, 0.2), (400, 3.0), (1500, 3.0)):
         add("draw_tokens", f"{vocab} columns", "", functools.partial(_draw, device, vocab, spread))
         add("edit_rows", f"{vocab} columns", "", functools.partial(_edit, device, vocab))
+        add("apply_bitmask", f"{vocab} columns", "", functools.partial(_bitmask, device, vocab))
         add("greedy_rows", f"{vocab} columns", "", functools.partial(_greedy, device, vocab))
     add("feed_ids", "five", "", functools.partial(_feed, device))
     add("embed_rows", "four", "", functools.partial(_embed, device, dtype))

@@ -2,6 +2,7 @@
 """Triton and Gluon kernels. Importing it registers them."""
 
 from kernels.triton import (
+    bitmask,
     draw,
     edit_rows,
     expert_choice,
@@ -21,6 +22,7 @@ from kernels.triton import (
 )
 
 __all__ = [
+    "bitmask",
     "draw",
     "edit_rows",
     "expert_choice",

@@ -97,7 +97,7 @@ def test_kernels_of_sampling_and_of_fixed_order_compile_for_hopper() -> None:
     on_tensor_cores = {"fixed_linear": True, "fixed_experts": True, "fixed_part": True}
     on_tensor_cores |= {"fixed_linear_fp32": False, "fixed_part_fp32": False}
     on_tensor_cores |= {"draw_search": False, "draw_search_count": False}
-    on_tensor_cores |= {"draw_choose": False, "edit_rows": False}
+    on_tensor_cores |= {"draw_choose": False, "edit_rows": False, "apply_bitmask": False}
     lines = _run("tests.kernels.triton_compiled", list(on_tensor_cores)).splitlines()
     found = {line["kernel"]: line for line in map(json.loads, lines)}
     assert {name: line["mma_sync"] for name, line in found.items()} == on_tensor_cores

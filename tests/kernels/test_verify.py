@@ -45,6 +45,7 @@ INTERPRETED = {
     "feed_ids": {"triton"},
     "embed_rows": {"triton"},
     "edit_rows": {"triton"},
+    "apply_bitmask": {"triton"},
     "move_pages": {"triton"},
 }
 

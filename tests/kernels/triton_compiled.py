@@ -278,6 +278,12 @@ def edit_rows() -> Any:
     return compile_one(edit_rows_kernel, _ROW, warps=4, types=types)
 
 
+def apply_bitmask() -> Any:
+    from kernels.triton.bitmask import apply_bitmask_kernel
+
+    return compile_one(apply_bitmask_kernel, {"BLOCK": 2048}, warps=4, types={"logits": "*fp32"})
+
+
 _FIXED = dict(BLOCK_M=16, BLOCK_N=64, BLOCK_K=64)
 _FP32 = {name: "*fp32" for name in ("x", "w", "q", "kv", "out")}
 _BF16 = {name: "*bf16" for name in _FP32}
@@ -315,6 +321,7 @@ KERNELS = {
     "draw_search_count": lambda: draw_search(True),
     "draw_choose": draw_choose,
     "edit_rows": edit_rows,
+    "apply_bitmask": apply_bitmask,
     "w4_rows": w4_rows,
     "dense_rows": dense_rows,
     "mla_fp8": mla_fp8,
