@@ -7,7 +7,7 @@ that is null counts as missing: published files have both. Does not know: which 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class ConfigFields:
         allowed = "a number above 0"
         value = self._found(name, default, allowed)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not value > 0 or not math.isfinite(value):
+        if not is_number or not 0 < value <= sys.float_info.max:
             raise self._wrong(name, value, allowed)
         return float(value)
 

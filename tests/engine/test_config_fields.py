@@ -69,7 +69,24 @@ _FP8 = {
         "weight_block_size": [128, 128],
     },
 }
-_ODD = (None, "", "ten", [], [1], [None], {}, {"a": 1}, -1, 0, 1.5, 1e400, 10**12, True, False)
+_ODD = (
+    None,
+    "",
+    "ten",
+    [],
+    [1],
+    [None],
+    {},
+    {"a": 1},
+    -1,
+    0,
+    1.5,
+    1e400,
+    10**12,
+    10**400,
+    True,
+    False,
+)
 Read = Callable[[Path], object]
 
 
