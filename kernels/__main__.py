@@ -18,7 +18,7 @@ from kernels import ops  # noqa: F401 - registers every kernel
 from kernels.bench import time_family
 from kernels.errors import KernelError
 from kernels.platform import capability_of
-from kernels.registry import REGISTRY
+from kernels.registry import REGISTRY, KernelSpec
 from kernels.selection import explain_selection
 from kernels.signature import CallSignature
 from kernels.verify import Verdict, all_cases, verify_family
@@ -36,10 +36,7 @@ def list_kernels(as_json: bool) -> None:
     REGISTRY.load_plugins()
     for family in REGISTRY.families():
         for spec in REGISTRY.specs(family):
-            device = "cpu" if spec.device == "any" else spec.device
-            missing = None
-            if device == "cpu":
-                missing = capability_of(device).lacks(spec.features, (0, 0))
+            missing = _missing(spec)
             if as_json:
                 record = {
                     "family": family,
@@ -52,8 +49,17 @@ def list_kernels(as_json: bool) -> None:
             else:
                 note = f"  ({missing})" if missing else ""
                 click.echo(
-                    f"{family:16} {spec.name:14} {spec.priority.name:12} {spec.device}{note}"
+                    f"{family:18} {spec.name:18} {spec.priority.name:12} {spec.device}{note}"
                 )
+
+
+def _missing(spec: KernelSpec) -> str | None:
+    """What this machine lacks to run a kernel at all."""
+    if spec.device == "any":
+        return None
+    if spec.device == "cuda" and not torch.cuda.is_available():
+        return "torch finds no GPU"
+    return capability_of(spec.device).lacks(spec.features, spec.min_sm)
 
 
 def _pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:

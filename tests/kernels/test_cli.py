@@ -26,6 +26,18 @@ def test_ls_prints_every_registered_kernel_as_json() -> None:
     assert printed == expected
 
 
+def test_ls_says_what_the_machine_lacks() -> None:
+    result = CliRunner().invoke(main, ["ls", "--json"])
+    missing = {
+        (r["family"], r["name"]): r["missing"] for r in map(json.loads, result.output.splitlines())
+    }
+    assert missing["linear", "reference"] is None
+    if not torch.cuda.is_available():
+        assert missing["mla_prefill", "flash"] == "torch finds no GPU"
+    lines = CliRunner().invoke(main, ["ls"]).output.splitlines()
+    assert len({line.index(line.split()[2]) for line in lines}) == 1  # columns
+
+
 def test_explain_names_the_chosen_kernel_and_the_reasons() -> None:
     args = ["explain", "rms_norm", "--format", "x=fp32", "--format", "weight=fp32"]
     result = CliRunner().invoke(main, args)
