@@ -406,7 +406,7 @@ class TierMover:
 
 def lone_tokens(config: cpp.SchedulerConfig, start: int) -> int:
     """Tokens that a prompt computed up to `start` gets in a step it has alone: those of the larger
-    budget, as far as they cost no more than two and a half times what they do at the start of a context."""
+    budget, as far as they cost no more than two and a half times what they do at its start."""
     cost = 1 + Fraction(int(start), config.attention_len)  # of a token there; 1 at the start
     most = config.lone_token_budget
     return max(config.token_budget, min(most, floor(Fraction(5, 2) * most / cost)))

@@ -168,7 +168,7 @@ def test_one_that_gave_way_waits_again_and_is_somebody() -> None:
 
 
 def test_far_behind_a_step_holds_less_so_that_it_takes_no_longer() -> None:
-    """A token costs 1 + start / attention_len of the first one: 2.5 at one and a half times that length."""
+    """A token costs 1 + start / attention_len of the first one: 2.5 at one and a half of that."""
     harness = make(max_context_len=800, attention_len=100, lone_token_budget=60)
     job = harness.submit(prompt(1, 790), max_new=1)
     sizes: list[tuple[int, int]] = []
