@@ -34,11 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check_engine_model(config: EngineConfig) -> None:
     """Raises: EngineError, ValueError or OSError, as the start of an engine would."""
     from engine.execution.model_loading import check_model
-    from engine.execution.model_runner import kernels_asked_for
     from engine.text.assets import load_text_assets
 
     load_text_assets(config.model, load_format=config.load_format)
-    kernels_asked_for(config.kernels)
     check_model(config)
 
 

@@ -83,8 +83,8 @@ def quantize_checkpoint(
     """Convert a checkpoint; yields a report per converted weight, then the summary.
 
     Raises:
-        ConfigError: SRC is no Hugging Face directory, DST holds something, or there is no such
-            device.
+        ConfigError: SRC is no Hugging Face directory, DST holds something, there is no such
+            device, or a pattern excludes nothing.
         ModelError: SRC is damaged or of a kind we cannot read, or a weight does not fit `fmt`.
     """
     if device is not None and device.type == "cuda" and not torch.cuda.is_available():
@@ -93,6 +93,9 @@ def quantize_checkpoint(
     if target.exists() and any(target.iterdir()):
         raise ConfigError("quantize.target", str(target), "a directory that is empty or not there")
     reader = open_hf_weights(source)
+    for pattern in exclude:
+        if not fnmatch.filter(reader.names, pattern):
+            raise ConfigError("quantize.exclude", pattern, f"what a tensor of {source} is named")
     kept = [*_KEPT, *exclude] if fmt == "fp8" else [*_KEPT, *_KEPT_IN_4_BITS, *exclude]
     converted = _to_convert(reader, kept, fmt)
     target.mkdir(parents=True, exist_ok=True)

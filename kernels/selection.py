@@ -112,16 +112,17 @@ def usual_kernel(signature: CallSignature) -> KernelSpec:
     return found
 
 
-def expect_kernel(family: str, name: str) -> None:
-    """Refuse a name that no kernel of the family has, those of plugins included.
+def expect_kernel(family: str, name: str) -> KernelSpec:
+    """Return a kernel by its name, those of plugins included.
 
     Raises:
-        NoKernelFoundError: naming those it has.
+        NoKernelFoundError: there is none; naming those there are.
     """
     REGISTRY.load_plugins()
-    known = [spec.name for spec in REGISTRY.specs(family)]
-    if name not in known:
-        raise NoKernelFoundError(f"override: {family} has no kernel {name!r}, only {known}")
+    specs = {spec.name: spec for spec in REGISTRY.specs(family)}
+    if name not in specs:
+        raise NoKernelFoundError(f"override: {family} has no kernel {name!r}, only {[*specs]}")
+    return specs[name]
 
 
 def set_override(family: str, name: str | None) -> None:

@@ -22,8 +22,11 @@ from engine.weights.gguf_weights import GgufWeights
 from engine.weights.quantized import declared_block_format, open_hf_weights
 from engine.weights.reader import RandomWeights, WeightReader
 from engine.weights.source import ModelKind, ModelSource, resolve_model
+from kernels.errors import NoKernelFoundError
 from kernels.fixed_order import use_fixed_order
+from kernels.platform import capability_of
 from kernels.registry import REGISTRY, Priority
+from kernels.selection import expect_kernel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GPU_PAGE_SIZE = 64  # what attention kernels on GPUs take: a tile of keys is a page
@@ -107,6 +110,7 @@ def _prepare(config: EngineConfig) -> _Prepared:
         raise ConfigError("engine.speculation", config.speculation, allowed)
     max_context_len = _context_len(config, opened.decoder.max_context_len)
     device = choose_device(config, opened.kind)
+    kernels_asked_for(config.kernels, device.type)
     dtype_name, keep_packed = _choose_precision(config, source, device.type, opened)
     kv_dtype = choose_kv_dtype(config, dtype_name, getattr(opened.decoder, "takes_fp8_kv", False))
     if device.type == "cuda" and opened.kind.check_for_gpu is not None:
@@ -202,6 +206,33 @@ def choose_kv_dtype(config: EngineConfig, dtype_name: str, takes_fp8: bool) -> s
         allowed = "auto | bf16, as this model's attention has no latents in groups of 128"
         raise ConfigError("engine.kv_dtype", config.kv_dtype, allowed)
     return "fp8"
+
+
+def kernels_asked_for(setting: str, device: str | None = None) -> list[tuple[str, str]]:
+    """Families and kernels of `family=name,family=name`.
+
+    Args:
+        device: where they are to run (cpu | cuda); None: not asked.
+
+    Raises:
+        ConfigError: a part is no such pair, or names a kernel that is not there or runs elsewhere.
+    """
+    pairs = []
+    for pair in filter(None, (part.strip() for part in setting.split(","))):
+        family, name = (part.strip() for part in (*pair.split("=", 1), "")[:2])
+        try:
+            spec = expect_kernel(family, name)
+        except NoKernelFoundError as error:
+            allowed = "family=name, as `python -m kernels ls` has them"
+            raise ConfigError("engine.kernels", pair, allowed, str(error)) from error
+        if device is not None:
+            lack = capability_of(device).lacks(spec.features, spec.min_sm)
+            if spec.device not in ("any", device):
+                lack = f"it is one of {spec.device}"
+            if lack is not None:
+                raise ConfigError("engine.kernels", pair, f"kernels that this {device} runs", lack)
+        pairs.append((family, name))
+    return pairs
 
 
 def has_compiled_decoder() -> bool:

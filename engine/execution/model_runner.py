@@ -20,12 +20,17 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.folding import folded_rows
 from engine.execution.memory import free_device_bytes, free_host_bytes
-from engine.execution.model_loading import LoadedModel, has_compiled_decoder, load_model
+from engine.execution.model_loading import (
+    LoadedModel,
+    has_compiled_decoder,
+    kernels_asked_for,
+    load_model,
+)
 from engine.models.model import DraftingModel, FoldingModel, PagedModel, StepRows
 from kernels.errors import KernelInputError, NoKernelFoundError
 from kernels.late_compiles import report_late_compiles
 from kernels.ops.page_copy import copy_pages
-from kernels.selection import expect_kernel, set_override
+from kernels.selection import set_override
 from kvtiers.config import DevicePoolConfig
 from kvtiers.device_pool import DevicePool, count_pages
 from kvtiers.layout import KvLayout
@@ -163,13 +168,19 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRu
     """
     started = time.monotonic()
     use_threads(config.num_threads or len(os.sched_getaffinity(0)))
-    kernels_asked_for(config.kernels)  # what is wrong is said before the weights are read
     loaded = load_model(config)
     override_kernels(config.kernels)  # over those of a fixed order, too
     layout = loaded.model.kv_layout(config.page_size, loaded.kv_dtype)
     build = _host_runner if loaded.device.type == "cpu" else _device_runner
     runner = build(config, loaded, layout)
-    runner.warm_up()
+    try:
+        runner.warm_up()
+    except NoKernelFoundError as error:
+        if not config.kernels:
+            raise
+        allowed = "kernels that take this model's calls"
+        why = "; ".join(line.strip() for line in str(error).splitlines()[1:])
+        raise ConfigError("engine.kernels", config.kernels, allowed, why) from error
     if loaded.device.type == "cuda":
         report_late_compiles()
     logger.info(
@@ -183,24 +194,6 @@ def build_model_runner(config: EngineConfig) -> PagedModelRunner | DeviceModelRu
         time.monotonic() - started,
     )
     return runner
-
-
-def kernels_asked_for(setting: str) -> list[tuple[str, str]]:
-    """Families and kernels of `family=name,family=name`.
-
-    Raises:
-        ConfigError: a part is no such pair, or names a kernel that is not there.
-    """
-    pairs = []
-    for pair in filter(None, (part.strip() for part in setting.split(","))):
-        family, name = (part.strip() for part in (*pair.split("=", 1), "")[:2])
-        try:
-            expect_kernel(family, name)
-        except NoKernelFoundError as error:
-            allowed = "family=name, as `python -m kernels ls` has them"
-            raise ConfigError("engine.kernels", pair, allowed, str(error)) from error
-        pairs.append((family, name))
-    return pairs
 
 
 def override_kernels(setting: str) -> None:
@@ -233,10 +226,10 @@ def _device_runner(
     if not is_capturable and not config.eager:
         reason = "deterministic" if config.deterministic else loaded.dtype_name
         logger.warning("engine.eager is taken as set: %s runs without graphs", reason)
-    max_tokens = config.tokens_per_lone_step(loaded.device.type)
-    # The share that is left free is for a usual step.
-    num_more = max_tokens - config.tokens_per_step(loaded.device.type)
-    lone_bytes = num_more * loaded.model.step_bytes_per_token
+    usual = config.tokens_per_step(loaded.device.type)
+    # What is larger is one prompt's step, and no larger than a context.
+    lone = min(config.tokens_per_lone_step(loaded.device.type), loaded.max_context_len)
+    max_tokens = max(usual, lone)
     num_pages = count_pages(
         DevicePoolConfig(
             pool_tokens=config.kv_pool_tokens,
@@ -244,7 +237,9 @@ def _device_runner(
             max_auto_bytes=1 << 50,
         ),
         layout,
-        free_bytes=max(0, free_device_bytes(loaded.device) - lone_bytes),
+        free_bytes=free_device_bytes(loaded.device),
+        # The share that is left free is for a usual step.
+        kept_bytes=(max_tokens - usual) * loaded.model.step_bytes_per_token,
         max_context_len=loaded.max_context_len,
     )
     return DeviceModelRunner(

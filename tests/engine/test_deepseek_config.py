@@ -31,6 +31,7 @@ from engine.weights.errors import (
 )
 from engine.weights.hf import HfWeights
 from engine.weights.quant_writer import quantization_config
+from kernels.selection import set_override
 from tests.fakes.paged_driver import PagedDriver
 
 # As their authors published them, fields that matter here.
@@ -312,6 +313,7 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
         ),
         ({"kv_dtype": "fp8", "dtype": "bfloat16"}, r"engine\.kv_dtype = 'fp8'.*groups of 128"),
         ({"kernels": "mla_decode=nothing"}, r"engine\.kernels = 'mla_decode=nothing'"),
+        ({"kernels": "mla_prefill=flash"}, r"'mla_prefill=flash'.*this cpu runs.*one of cuda"),
         ({"weights": "packed"}, r"engine\.weights = 'packed'"),
         ({"max_context_len": 129}, r"engine\.max_context_len = 129"),
         ({"speculation": "mtp"}, r"engine\.speculation = 'mtp'"),
@@ -325,6 +327,21 @@ def test_a_setting_that_does_not_fit_is_named_before_weights_are_looked_for(
         build_model_runner(EngineConfig(model=str(tmp_path), device="cpu", **changes))
     with pytest.raises(ModelNotFoundError, match=r"no \*\.safetensors"):
         build_model_runner(EngineConfig(model=str(tmp_path), device="cpu"))
+
+
+def test_a_kernel_that_refuses_the_model_s_calls_is_named_with_its_reason(tmp_path: Path) -> None:
+    pytest.importorskip("_cpu_kernels")
+    _write(tmp_path, {**_V3, **_TINY})
+    kernels = "linear=cpu_portable"
+    said = r"engine\.kernels = 'linear=.*weight is fp32"
+    settings: dict[str, Any] = {"num_threads": 1, "page_size": 16, "kv_pool_tokens": 256}
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", kernels=kernels, **settings)
+    try:
+        with pytest.raises(ConfigError, match=said) as caught:
+            build_model_runner(config)
+        assert "\n" not in str(caught.value)
+    finally:
+        set_override("linear", None)
 
 
 def test_sizes_without_gpu_kernels_are_named_before_weights_are_looked_for(

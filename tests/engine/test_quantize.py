@@ -189,6 +189,12 @@ def test_wrong_arguments_are_named(
         assert caught.value.code == 2
 
 
+def test_a_pattern_that_excludes_nothing_is_named(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantize\.exclude = '\*lm_haed\*'"):
+        list(quantize_checkpoint(source, tmp_path / "out", "fp8", exclude=["*lm_haed*"]))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_device_that_is_not_there_is_named_before_anything_is_written(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
