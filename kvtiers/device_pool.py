@@ -51,13 +51,19 @@ def _device_bytes(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def count_pages(
-    config: DevicePoolConfig, layout: KvLayout, *, free_bytes: int, max_context_len: int
+    config: DevicePoolConfig,
+    layout: KvLayout,
+    *,
+    free_bytes: int,
+    max_context_len: int,
+    kept_bytes: int = 0,
 ) -> int:
     """How many pages the pool gets.
 
     Args:
         free_bytes: memory free on the device now; used where the configuration gives no size.
         max_context_len: the pool must hold one request of this many tokens.
+        kept_bytes: of the free memory, what large steps need beside the share that stays free.
 
     Raises:
         PoolTooSmallError: it does not.
@@ -66,9 +72,11 @@ def count_pages(
         num_pages = config.pool_tokens // layout.page_size
         origin = f"pool_tokens = {config.pool_tokens}"
     else:
-        budget = min(int(free_bytes * config.free_share), config.max_auto_bytes)
-        num_pages = budget // layout.page_bytes
+        pool_bytes = int(max(0, free_bytes - kept_bytes) * config.free_share)
+        num_pages = min(pool_bytes, config.max_auto_bytes) // layout.page_bytes
         origin = f"{free_bytes >> 20} MiB of free memory"
+        if kept_bytes:
+            origin += f" less {kept_bytes >> 20} MiB for large steps"
     needed = -(-max_context_len // layout.page_size)
     if num_pages < needed:
         raise PoolTooSmallError(

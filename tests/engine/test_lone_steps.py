@@ -136,11 +136,11 @@ def test_a_device_takes_a_prompt_in_steps_of_any_size(tmp_path: Path) -> None:
         torch.testing.assert_close(pool, pools[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("lone", [0, 64, 300])
+@pytest.mark.parametrize("lone", [0, 64, 300, 512, 4096])
 def test_a_pool_made_of_free_memory_leaves_what_the_larger_step_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lone: int
 ) -> None:
-    """The share that stays free is for a usual step."""
+    """The share that stays free is for a usual step; a prompt's is no longer than a context."""
     config = _config(
         tmp_path / "tiny", kv_pool_tokens=0, token_budget=_USUAL, lone_token_budget=lone
     )
@@ -149,11 +149,12 @@ def test_a_pool_made_of_free_memory_leaves_what_the_larger_step_takes(
     free_bytes = 1 << 24
     monkeypatch.setattr(model_runner, "free_device_bytes", lambda device: free_bytes)
     runner = model_runner._device_runner(config, loaded, layout)
-    more_bytes = max(0, lone - _USUAL) * loaded.model.step_bytes_per_token
+    max_tokens = max(_USUAL, min(lone, config.max_context_len))
+    more_bytes = (max_tokens - _USUAL) * loaded.model.step_bytes_per_token
     assert 0 < more_bytes < free_bytes / 2 or lone == 0
     left = (free_bytes - more_bytes) * model_runner.GPU_POOL_SHARE
     assert runner.num_pages == int(left) // layout.page_bytes
-    assert runner.step_launcher()._limits.max_tokens == max(lone, _USUAL)
+    assert runner.step_launcher()._limits.max_tokens == max_tokens
 
 
 def test_the_largest_step_runs_at_the_start(

@@ -41,6 +41,15 @@ def test_a_pool_holds_at_least_one_whole_request() -> None:
         count_pages(DevicePoolConfig(), _LAYOUT, free_bytes=100, max_context_len=4)
 
 
+def test_what_large_steps_need_is_kept_from_the_pool_and_said_where_it_lacks() -> None:
+    config, free_bytes = DevicePoolConfig(free_share=0.5), 5 << 20
+    for kept_bytes, expected in ((0, 5 << 19), (3 << 20, 1 << 20), (free_bytes, 0)):
+        sizes = dict(free_bytes=free_bytes, kept_bytes=kept_bytes)
+        assert count_pages(config, _LAYOUT, max_context_len=0, **sizes) == expected // _PAGE_BYTES
+    with pytest.raises(PoolTooSmallError, match="5 MiB of free memory less 9 MiB for large steps"):
+        count_pages(config, _LAYOUT, free_bytes=free_bytes, kept_bytes=9 << 20, max_context_len=4)
+
+
 def test_a_new_pool_is_zero_and_contiguous() -> None:
     pool = DevicePool(_LAYOUT, 3, torch.device("cpu"))
     assert tuple(pool.kv.shape) == _LAYOUT.pool_shape(3)
