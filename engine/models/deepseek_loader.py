@@ -17,7 +17,6 @@ from engine.layers.moe import DenseExperts, FfnWeights, MoeWeights, W4Experts
 from engine.layers.rope import rope_table
 from engine.models.deepseek_config import MAX_TOP_K, DeepseekConfig, ExpertsConfig
 from engine.models.model import LoadOptions
-from engine.weights.errors import WeightMismatchError
 from engine.weights.reader import CheckingReader, WeightReader
 from kernels.fp8_weight import Fp8Weight, concat_fp8
 from kernels.moe_routing import MoeRouting
@@ -256,17 +255,13 @@ class _Loader:
         return _cut(gate, count, 0), _cut(up, count, 0), _cut(down, count, 1)
 
     def _w4(self, prefix: str, part: str, count: int, shape: Sequence[int]) -> W4Weight | None:
-        """One projection of all experts, stacked, on the device; None where it is not 4-bit."""
+        """One projection of all experts, stacked, on the device; None where one is not 4-bit, or
+        of another format than the first: then all are dense."""
         found: list[W4Weight] = []
         for index in range(count):
-            name = f"{prefix}.{index}.{part}.weight"
-            weight = self._reader.w4(name, shape)
-            if weight is None and not found:
-                return None
+            weight = self._reader.w4(f"{prefix}.{index}.{part}.weight", shape)
             if weight is None or weight.format != (found or [weight])[0].format:
-                raise WeightMismatchError(
-                    f"tensor {name!r}: found another format than expert 0's, expected one format"
-                )
+                return None
             found.append(weight)
         return _on(stack_w4(found), self._options.device)
 

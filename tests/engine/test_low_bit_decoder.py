@@ -99,6 +99,33 @@ def test_linears_in_few_bits_give_what_their_values_give(tmp_path: Path, fmt: st
     torch.testing.assert_close(found[1], found[0], rtol=2e-4, atol=2e-4)
 
 
+class _MixedWeights(_RoundedWeights):
+    """One projection of one expert is plain, of shared experts another."""
+
+    def _plain(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
+        if name.endswith(("1.mlp.experts.5.up_proj.weight", "shared_experts.down_proj.weight")):
+            return None
+        return super()._plain(name, shape)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])
+def test_experts_of_which_one_is_plain_are_all_expanded(tmp_path: Path, fmt: str) -> None:
+    config = deepseek_config_from_hf(write_tiny_deepseek(tmp_path, **_SIZES))
+    found = []
+    for keep_packed in (False, True):
+        options = LoadOptions(
+            dtype=torch.float32, keep_packed=keep_packed, max_positions=512, max_rows=4
+        )
+        model = DeepseekForCausalLM.load(config, _MixedWeights(fmt), options)
+        pool = DevicePool(model.kv_layout(16, "float32"), 8, torch.device("cpu"))
+        runner = PagedModelRunner(
+            model, pool, max_slots=4, max_context_len=64, model_fingerprint="tiny"
+        )
+        driver = PagedDriver(runner, seed=1)
+        found.append(driver.step([(driver.open(1), _ids(30, 1))])[0])
+    torch.testing.assert_close(found[1], found[0], rtol=2e-4, atol=2e-4)
+
+
 def _engine_config(directory: Path, **settings: Any) -> EngineConfig:
     return EngineConfig(
         model=str(directory),
