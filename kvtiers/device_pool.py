@@ -77,10 +77,22 @@ def count_pages(
         origin = f"{free_bytes >> 20} MiB of free memory"
         if kept_bytes:
             origin += f" less {kept_bytes >> 20} MiB for large steps"
-    needed = -(-max_context_len // layout.page_size)
+    expect_one_request(num_pages, layout.page_size, max_context_len, origin)
+    return num_pages
+
+
+def expect_one_request(num_pages: int, page_size: int, max_context_len: int, origin: str) -> None:
+    """Refuse a pool that does not hold one request of the longest context.
+
+    Args:
+        origin: what the number of pages follows from.
+
+    Raises:
+        PoolTooSmallError: it does not.
+    """
+    needed = -(-max_context_len // page_size)
     if num_pages < needed:
         raise PoolTooSmallError(
-            f"{origin} gives {num_pages} KV pages of {layout.page_size} tokens; one request of "
+            f"{origin} gives {num_pages} KV pages of {page_size} tokens; one request of "
             f"{max_context_len} tokens needs {needed} (hint: lower max_context_len)"
         )
-    return num_pages

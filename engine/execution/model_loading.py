@@ -27,6 +27,7 @@ from kernels.fixed_order import use_fixed_order
 from kernels.platform import capability_of
 from kernels.registry import REGISTRY, Priority
 from kernels.selection import expect_kernel
+from kvtiers.device_pool import expect_one_request
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GPU_PAGE_SIZE = 64  # what attention kernels on GPUs take: a tile of keys is a page
@@ -72,6 +73,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     Raises:
         ModelError: the model is missing, damaged or not supported.
         ConfigError: a setting does not fit the model or the machine.
+        PoolTooSmallError: engine.kv_pool_tokens do not hold one request.
     """
     prepared = _prepare(config)
     opened, options = prepared.opened, prepared.options
@@ -109,6 +111,10 @@ def _prepare(config: EngineConfig) -> _Prepared:
         allowed = "none | ngram, as this model has no next-token-prediction layer"
         raise ConfigError("engine.speculation", config.speculation, allowed)
     max_context_len = _context_len(config, opened.decoder.max_context_len)
+    if config.kv_pool_tokens:  # else free memory decides, once the weights are there
+        num_pages = config.kv_pool_tokens // config.page_size
+        origin = f"pool_tokens = {config.kv_pool_tokens}"
+        expect_one_request(num_pages, config.page_size, max_context_len, origin)
     device = choose_device(config, opened.kind)
     kernels_asked_for(config.kernels, device.type)
     dtype_name, keep_packed = _choose_precision(config, source, device.type, opened)

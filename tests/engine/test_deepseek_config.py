@@ -32,6 +32,7 @@ from engine.weights.errors import (
 from engine.weights.hf import HfWeights
 from engine.weights.quant_writer import quantization_config
 from kernels.selection import set_override
+from kvtiers.errors import PoolTooSmallError
 from tests.fakes.paged_driver import PagedDriver
 
 # As their authors published them, fields that matter here.
@@ -342,6 +343,15 @@ def test_a_kernel_that_refuses_the_model_s_calls_is_named_with_its_reason(tmp_pa
         assert "\n" not in str(caught.value)
     finally:
         set_override("linear", None)
+
+
+def test_a_pool_that_holds_no_request_is_refused_before_weights_are_looked_for(
+    tmp_path: Path,
+) -> None:
+    _write(tmp_path, {**_V3, **_TINY, "max_position_embeddings": 1000})
+    config = EngineConfig(model=str(tmp_path), device="cpu", kv_pool_tokens=999)
+    with pytest.raises(PoolTooSmallError, match="15 KV pages of 64 tokens.*1000 tokens needs 16"):
+        build_model_runner(config)
 
 
 def test_sizes_without_gpu_kernels_are_named_before_weights_are_looked_for(
