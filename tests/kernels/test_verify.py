@@ -83,7 +83,7 @@ def test_every_family_with_kernels_beside_its_reference_has_cases() -> None:
 
 @pytest.mark.parametrize("family", sorted(set(CASES) - IN_CONTRACT))
 def test_kernels_of_this_cpu_pass(family: str) -> None:
-    verdicts = list(verify_family(family))
+    verdicts = [each for each in verify_family(family) if not each.case.startswith("cuda ")]
     failed = [verdict for verdict in verdicts if not verdict.passes]
     assert not failed
     ran = {verdict.kernel for verdict in verdicts if verdict.error is not None}
