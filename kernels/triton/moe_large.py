@@ -105,6 +105,16 @@ def norm_route_large(
     return normed, ids, weights
 
 
+def place_sizes(padded: int) -> dict[str, int]:
+    """Constants of moe_place_kernel for so many experts: about what fits into its registers."""
+    return {
+        "E_PAD": padded,
+        "COUNTED": _COUNTED_PAIRS,
+        "BLOCK": _PLACED_PAIRS if padded <= 128 else _PLACED_PAIRS // 2,
+        "ROWS": max(1, 4096 // padded),
+    }
+
+
 def sort_pairs(
     ids: torch.Tensor, num_experts: int, item_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +131,8 @@ def sort_pairs(
     moe_count_kernel[(num_counts,)](
         ids, counts, num_pairs, E_PAD=padded, BLOCK=_COUNTED_PAIRS, num_warps=4
     )
-    moe_place_kernel[(cdiv(num_pairs, _PLACED_PAIRS),)](
+    sizes = place_sizes(padded)
+    moe_place_kernel[(cdiv(num_pairs, sizes["BLOCK"]),)](
         ids,
         counts,
         pairs,
@@ -130,12 +141,9 @@ def sort_pairs(
         items[2],
         num_pairs,
         most,
-        E_PAD=padded,
         TOKENS=item_tokens,
-        COUNTED=_COUNTED_PAIRS,
-        BLOCK=_PLACED_PAIRS,
-        ROWS=max(1, 4096 // padded),
         num_warps=8,
+        **sizes,
     )
     return pairs, items
 

@@ -65,7 +65,10 @@ def moe_place_kernel(
     ids = tl.load(topk_ids + p, mask=p < num_pairs, other=E_PAD)
     earlier = (ids[None, :] == ids[:, None]) & (i[None, :] < i[:, None])
     place = tl.sum(earlier.to(tl.int32), axis=1)
-    place += tl.sum(tl.where(ids[:, None] == e[None, :], (begin + before)[None, :], 0), axis=1)
+    if E_PAD <= 256:
+        place += tl.sum(tl.where(ids[:, None] == e[None, :], (begin + before)[None, :], 0), axis=1)
+    else:  # a comparison with so many would not fit into the registers
+        place += tl.gather(begin + before, tl.where(p < num_pairs, ids, 0), 0)
     tl.store(pairs + place, p, mask=p < num_pairs)
     if block == 0:
         items = (total + TOKENS - 1) // TOKENS

@@ -184,15 +184,17 @@ def moe_down(tokens: int, *, unsorted: bool, combines: bool) -> Any:
     return compile_one(moe_w4_kernel, constants, warps=2, types=types)
 
 
-def moe_down_rows(combines: bool) -> Any:
-    """The same of one token."""
+def moe_down_rows(combines: bool, first: bool = False) -> Any:
+    """The same of one token; `first`: the first GEMM."""
     from kernels.triton.w4_rows import w4_rows_kernel
 
-    constants = dict(K=1408, N=2048, TOP_K=8, TOKENS=8, LOADS=1, WAYS=4, KC=8, PARTS=0)
-    constants |= dict(NORMS=False, ADDS=False, SWIGLU=False, EXPERTS=True, UNSORTED=True)
+    constants = dict(TOP_K=8, TOKENS=8, LOADS=1, WAYS=4, KC=8, PARTS=0)
+    constants |= dict(K=2048, N=2816) if first else dict(K=1408, N=2048)
+    constants |= dict(NORMS=False, ADDS=False, SWIGLU=first, EXPERTS=True, UNSORTED=True)
     constants |= dict(INT4=False, SCALE_MUL=16, SCALE_ADD=0x6F006F00, PORTABLE=False, USE_PDL=True)
     constants |= dict(COMBINES=combines, HAS_BEHIND=combines)
-    types = {"out": "*fp32", "combined": "*bf16", "behind": "*bf16", "counters": "*i32"}
+    types = {"combined": "*bf16", "behind": "*bf16", "counters": "*i32"}
+    types["out"] = "*bf16" if first else "*fp32"
     return compile_one(w4_rows_kernel, constants, warps=4, types=types)
 
 
@@ -223,6 +225,16 @@ def moe_w4_hopper(tiles: int = 1) -> Any:
     constants |= dict(STAGES=4 if tiles == 1 else 6, TILES=tiles)
     boxes = dict(x_desc=(64 // tiles, 64))
     return compile_one(moe_w4_hopper_kernel, constants, warps=4, gluon=True, boxes=boxes)
+
+
+def moe_place(num_experts: int) -> Any:
+    """The sort of many pairs, as `sort_pairs` launches it."""
+    from kernels.sizes import next_power_of_2
+    from kernels.triton.moe_large import place_sizes
+    from kernels.triton.moe_sort import moe_place_kernel
+
+    constants = dict(TOKENS=128, **place_sizes(next_power_of_2(num_experts)))
+    return compile_one(moe_place_kernel, constants, warps=8)
 
 
 def w4_rows() -> Any:
@@ -336,6 +348,7 @@ KERNELS = {
     "gather_planes": gather_planes,
     "mla_prefill_hopper": mla_prefill_hopper,
     "moe_gate_up": moe_gate_up,
+    "moe_gate_up_rows": partial(moe_down_rows, False, True),
     **{
         f"moe_down{'_combined' if combines else ''}_{name}": make
         for combines in (False, True)
@@ -346,6 +359,7 @@ KERNELS = {
             "sorted_32": partial(moe_down, 32, unsorted=False, combines=combines),
         }.items()
     },
+    **{f"moe_place_{num}": partial(moe_place, num) for num in (66, 162, 257)},
     "moe_w4_hopper": moe_w4_hopper,
     "moe_w4_hopper_tall": partial(moe_w4_hopper, 2),
 }
