@@ -29,6 +29,7 @@ V2, V3 = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"
 ARCHITECTURES = (V2, V3)
 ROPE_KINDS = ("default", "yarn")
 MAX_TOP_K = 16  # what routing kernels keep in registers
+GPU_ROW_MULTIPLE = 8  # rows of bf16 begin at multiples of 16 bytes, as grouped products want them
 LEAST_GPU_SIZE = 16  # the shortest side of a tile that tensor cores multiply
 
 _PLAIN: dict[str, tuple[object, ...]] = {
@@ -118,13 +119,25 @@ def check_for_gpu(config: DeepseekConfig) -> None:
     Raises:
         UnsupportedModelError: naming the field, the value and what is supported.
     """
-    sizes = {"kv_lora_rank": config.latent_dim, "qk_rope_head_dim": config.rope_dim}
-    for name, size in sizes.items():
-        if size < LEAST_GPU_SIZE or size & (size - 1):
-            raise UnsupportedModelError(
-                f"config.json: {name} is {size}; supported on a GPU: powers of two from "
-                f"{LEAST_GPU_SIZE} on (hint: engine.device=cpu)"
-            )
+    powers = {"kv_lora_rank": config.latent_dim, "qk_rope_head_dim": config.rope_dim}
+    rows = {"hidden_size": config.hidden}
+    if config.experts is not None:
+        rows["moe_intermediate_size"] = config.experts.ffn
+    wrong = [
+        (name, size, f"powers of two from {LEAST_GPU_SIZE} on")
+        for name, size in powers.items()
+        if size < LEAST_GPU_SIZE or size & (size - 1)
+    ]
+    wrong += [
+        (name, size, f"multiples of {GPU_ROW_MULTIPLE}")
+        for name, size in rows.items()
+        if size % GPU_ROW_MULTIPLE
+    ]
+    for name, size, allowed in wrong:
+        raise UnsupportedModelError(
+            f"config.json: {name} is {size}; supported on a GPU: {allowed} "
+            "(hint: engine.device=cpu)"
+        )
 
 
 def _config(fields: ConfigFields, path: Path, *, is_v3: bool) -> DeepseekConfig:

@@ -184,14 +184,21 @@ def test_a_whole_number_may_be_spelled_with_a_point() -> None:
     assert fields.whole("a") == 4096
 
 
-@pytest.mark.parametrize("field", ["kv_lora_rank", "qk_rope_head_dim"])
-@pytest.mark.parametrize("size", [8, 48, 384])
+@pytest.mark.parametrize(
+    ("field", "size", "said"),
+    [
+        *(("kv_lora_rank", size, "powers of two from 16 on") for size in (8, 48, 384)),
+        *(("qk_rope_head_dim", size, "powers of two from 16 on") for size in (8, 48)),
+        ("hidden_size", 2044, "multiples of 8"),
+        ("moe_intermediate_size", 1402, "multiples of 8"),
+    ],
+)
 def test_sizes_that_gpu_kernels_do_not_take_are_named(
-    tmp_path: Path, field: str, size: int
+    tmp_path: Path, field: str, size: int, said: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**V2_LITE, field: size}))
     config = deepseek_config_from_hf(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=rf"{field} is {size}; .*powers of two from 16"):
+    with pytest.raises(UnsupportedModelError, match=rf"{field} is {size}; .*on a GPU: {said}"):
         check_for_gpu(config)
     (tmp_path / "config.json").write_text(json.dumps(V2_LITE))
     check_for_gpu(deepseek_config_from_hf(tmp_path))
