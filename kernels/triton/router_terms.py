@@ -31,8 +31,15 @@ def router_terms(router: torch.Tensor) -> torch.Tensor:
         for _ in range(NUM_TERMS):
             parts.append(rest.to(torch.bfloat16))
             rest = rest - parts[-1].float()
-        terms = _terms_of[router] = torch.cat(parts)
+        terms = torch.cat(parts)
+        # What a graph captures holds nothing before a replay, so it is that graph's alone.
+        if not _is_captured(router):
+            _terms_of[router] = terms
     return terms
+
+
+def _is_captured(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def scores_of_terms(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:

@@ -120,6 +120,41 @@ def test_a_router_is_the_sum_of_its_terms(spread: float) -> None:
     assert router_terms(router) is terms
 
 
+def test_terms_of_a_capture_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold nothing before the graph's first replay."""
+    from kernels.triton import router_terms as module
+
+    router = torch.randn(4, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_is_captured", lambda tensor: tensor is router)
+        captured = module.router_terms(router)
+        captured.fill_(float("nan"))
+    kept = module.router_terms(router)
+    assert torch.equal(kept.float().view(3, 4, 8).flip(0).sum(0), router)
+    assert module.router_terms(router) is kept
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_scores_first_asked_for_in_a_capture_are_right_outside_of_it() -> None:
+    from kernels.triton.router_terms import scores_of_terms
+
+    x = torch.randn(70, 64, device="cuda", dtype=torch.bfloat16)
+    router = torch.randn(16, 64, device="cuda")
+    scores_of_terms(x, torch.randn(16, 64, device="cuda"))  # cuBLAS is ready
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = scores_of_terms(x, router)
+    now = scores_of_terms(x, router)
+    wanted = x.double() @ router.double().T
+    graph.replay()
+    for found in (now, captured):
+        torch.testing.assert_close(
+            found.view(70, 3, 16).sum(1).double(), wanted, rtol=1e-4, atol=1e-4
+        )
+
+
 _TERMS_IN_THE_CHOICE = """
 import torch
 from kernels.moe_routing import MoeRouting
