@@ -36,6 +36,7 @@ class Counters:
     # By drafter, then by a draft's place in its row: how many were verified, how many were right.
     drafts_at: dict[str, list[list[int]]] = field(default_factory=dict)
     prefill_us_per_token: float = 0.0  # lately; 0: no prefill yet
+    last_us_per_token: float = 0.0  # of the newest step that counted for it
     num_finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
@@ -71,6 +72,7 @@ class Counters:
             now_us = result.forward_ms * 1e3 / num_timed
             before_us = self.prefill_us_per_token or now_us
             self.prefill_us_per_token = before_us + SMOOTHING * (now_us - before_us)
+            self.last_us_per_token = now_us
         self.output_tokens += num_sampled
         self.num_failed_steps += result.error is not None
         self.forward_ms += result.forward_ms

@@ -101,7 +101,6 @@ class EngineLoop:
         self._next_housekeeping_ms = 0
         self._last_result_ms = 0  # a step begins to compute when the one before it has ended
         self._last_look_ms = 0  # whether the newest step may get its successor
-        self._last_us_per_token = 0.0  # of the last step that says it; 0: none did
 
     def turn(self) -> None:
         """One round: commit what is finished, dispatch what can run. Never blocks.
@@ -215,7 +214,7 @@ class EngineLoop:
 
         Not by the mean of several: a long prompt's tokens cost ever more, and who comes while a
         step runs waits for its successor too, if that was there too early."""
-        us_per_token = self._last_us_per_token or self._counters.prefill_us_per_token
+        us_per_token = self._counters.last_us_per_token
         if not self._executor.is_async or not us_per_token:
             return None
         newest = self._in_flight[-1]
@@ -310,8 +309,6 @@ class EngineLoop:
         is_timed = step.num_prefill_tokens >= self.run_ahead.timed_tokens and not any(step.loads)
         num_timed = step.num_tokens if is_timed else 0
         self._counters.note_commit(result, num_timed, committed.num_sampled, spent_ns)
-        if num_timed and result.error is None:
-            self._last_us_per_token = result.forward_ms * 1e3 / num_timed
         if self._trace is not None:
             self._trace.note(step, result, committed.num_sampled)
         self._num_failed_steps = 0 if result.error is None else self._num_failed_steps + 1

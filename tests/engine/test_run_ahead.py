@@ -47,7 +47,7 @@ class Case:
             dispatch(step)
 
         server._executor.dispatch = watched  # type: ignore[method-assign]
-        server._loop._counters.prefill_us_per_token = self.us_per_token
+        server._loop._counters.last_us_per_token = self.us_per_token
 
     def serve(self, num_wanted: int) -> list[int]:
         """Tokens of the steps that were dispatched some time after so many of them were, with the
@@ -135,7 +135,7 @@ class Alone:
             ),
             "builder": SimpleNamespace(keep_deltas=nothing),
         }
-        counters = Counters(prefill_us_per_token=us_per_token)
+        counters = Counters(last_us_per_token=us_per_token)
         self.loop = EngineLoop(
             **parts,
             counters=counters,
