@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.shapes import SHAPES, write_shape
+from benchmarks.gpu.spans import added_us, idle_share, kernel_spans
 from engine.config import EngineConfig
 from engine.execution.batch import ForwardBatch
 from engine.execution.device_runner import DeviceModelRunner
@@ -187,7 +188,11 @@ def measure_prefill(steps: Steps, new: int, past: int) -> dict[str, Any]:
 
 
 def profile_decode(steps: Steps, num_rows: int, context: int) -> dict[str, Any]:
-    """Where the time of a decode step goes: kernels by name, and the share without any."""
+    """Where the time of a decode step goes: kernels by name, and the share without any.
+
+    `kernels` says launches and two medians in us: how long one was there, most of which it may
+    have waited for the kernel in front; and how much longer the step got by it.
+    """
     no_deltas = np.empty((0, 3), dtype=np.int32)
     steps.launch([(context, 1)] * num_rows, steps.map_rows(num_rows, -(-context // PAGE) + 4))()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -199,21 +204,21 @@ def profile_decode(steps: Steps, num_rows: int, context: int) -> dict[str, Any]:
         under_way.popleft()()
     spans = kernel_spans(profiler)
     spans = spans[len(spans) // 6 : -len(spans) // 6]  # the steps in the middle
-    by_name: dict[str, list[float]] = {}
+    by_name: dict[str, list[tuple[float, float]]] = {}
     in_layer: Counter[str] = Counter()  # a kernel's second launch in a layer is another product
-    for start, end, name in spans:
+    for (start, end, name), added in zip(spans, added_us(spans), strict=True):
         if name == LAYER_BEGINS:
             in_layer.clear()
         in_layer[name] += 1
         key = name[:60] if in_layer[name] == 1 else f"{name[:60]} #{in_layer[name]}"
-        by_name.setdefault(key, []).append(end - start)
-    most = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:18]
+        by_name.setdefault(key, []).append((end - start, added))
+    most = sorted(by_name.items(), key=lambda item: -sum(added for _, added in item[1]))[:18]
     return {
         "case": "profile",
         "rows": num_rows,
         "context": context,
         "idle_share": idle_share(spans),
-        "kernels": {name: [len(t), round(float(np.median(t)), 2)] for name, t in most},
+        "kernels": {name: [len(t), *np.median(t, axis=0).round(2).tolist()] for name, t in most},
     }
 
 
@@ -241,24 +246,6 @@ def profile_prefill(steps: Steps, new: int, past: int, decode_rows: int) -> dict
         "idle_share": idle_share(spans),
         "kernels": {name: [len(t), round(sum(t) / 1e3, 3)] for name, t in most},
     }
-
-
-def kernel_spans(profiler: torch.profiler.profile) -> list[tuple[float, float, str]]:
-    """(start, end, name) of what ran on the device, in us, by start."""
-    return sorted(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profiler.events() or []
-        if event.time_range.end > event.time_range.start
-    )
-
-
-def idle_share(spans: list[tuple[float, float, str]]) -> float:
-    """The share of the spans' time in which nothing ran."""
-    busy_us, reached = 0.0, spans[0][0]
-    for start, end, _ in spans:
-        busy_us += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return round(1 - busy_us / (reached - spans[0][0]), 4)
 
 
 def measure_cold(steps: Steps, num_tokens: int, step_tokens: int) -> dict[str, Any]:
