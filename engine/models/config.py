@@ -188,7 +188,8 @@ def rope_from_hf(fields: ConfigFields, path: Path, kinds: Sequence[str]) -> Rope
     Raises: UnsupportedModelError, ModelFormatError.
     """
     spec = rope_spec(fields)
-    kind = spec.raw("rope_type") or spec.raw("type") or "default"
+    names = (spec.raw("rope_type"), spec.raw("type"), "default")
+    kind = next(name for name in names if name is not None)
     if kind not in kinds:
         raise UnsupportedModelError(f"{path}: rope type is {kind!r}; supported: {', '.join(kinds)}")
     if spec.raw("partial_rotary_factor") not in (1, None):

@@ -188,7 +188,9 @@ def _experts(fields: ConfigFields, path: Path, *, is_v3: bool) -> ExpertsConfig 
     num_experts = fields.whole("n_routed_experts", low=0, default=0)
     if not num_experts:
         return None
-    method = fields.raw("topk_method") or ("noaux_tc" if is_v3 else "greedy")
+    method = fields.raw("topk_method")
+    if method is None:
+        method = "noaux_tc" if is_v3 else "greedy"
     if not isinstance(method, str) or method not in _METHODS:
         raise UnsupportedModelError(
             f"{path}: topk_method is {method!r}; supported: {', '.join(_METHODS)}"
@@ -258,7 +260,7 @@ def _rope(fields: ConfigFields, path: Path) -> tuple[RopeConfig, float]:
     factor = spec.number("factor", default=stretch)
     # Zero says the same as nothing, here and of the betas.
     mscale, all_dim = (
-        spec.number(name) if spec.raw(name) else 0.0 for name in ("mscale", "mscale_all_dim")
+        spec.number(name, default=0.0, zero=0.0) for name in ("mscale", "mscale_all_dim")
     )
     on_rotation = _mscale(factor, 1.0)
     if mscale and all_dim:
@@ -266,8 +268,8 @@ def _rope(fields: ConfigFields, path: Path) -> tuple[RopeConfig, float]:
     yarn = replace(
         rope,
         factor=factor,
-        beta_fast=spec.number("beta_fast") if spec.raw("beta_fast") else 32.0,
-        beta_slow=spec.number("beta_slow") if spec.raw("beta_slow") else 1.0,
+        beta_fast=spec.number("beta_fast", default=32.0, zero=32.0),
+        beta_slow=spec.number("beta_slow", default=1.0, zero=1.0),
         attention_factor=spec.number("attention_factor", default=on_rotation),
     )
     return yarn, _mscale(factor, all_dim) if all_dim else 1.0

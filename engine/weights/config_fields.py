@@ -41,11 +41,16 @@ class ConfigFields:
             raise self._wrong(name, value, allowed)
         return int(value)
 
-    def number(self, name: str, *, default: float | None = None) -> float:
-        """A finite number above 0; needed, unless there is a default."""
-        allowed = "a number above 0"
+    def number(
+        self, name: str, *, default: float | None = None, zero: float | None = None
+    ) -> float:
+        """A finite number above 0; needed, unless there is a default. `zero`: what 0 stands for,
+        where it may be there."""
+        allowed = "a number above 0" if zero is None else "0 or a number above it"
         value = self._found(name, default, allowed)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and value == 0 and zero is not None:
+            return zero
         if not is_number or not 0 < value <= sys.float_info.max:
             raise self._wrong(name, value, allowed)
         return float(value)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,21 @@ def test_what_would_be_computed_otherwise_is_refused(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**_V3, **changes}))
     with pytest.raises(UnsupportedModelError, match=said):
+        deepseek_config_from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("odd", ["", [], {}, False])
+@pytest.mark.parametrize(
+    "place",
+    [("topk_method",), ("scoring_func",), ("rope_scaling", "type"), ("rope_scaling", "rope_type")]
+    + [("rope_scaling", name) for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow")],
+)
+def test_an_empty_value_is_no_missing_one(
+    tmp_path: Path, place: tuple[str, ...], odd: object
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_changed(_V3, place, odd)))
+    name = place[-1].replace("rope_type", "type")
+    with pytest.raises(ModelError, match=re.escape(f"{name} is {odd!r}; ")):
         deepseek_config_from_hf(tmp_path)
 
 
