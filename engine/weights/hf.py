@@ -79,11 +79,12 @@ class HfWeights:
             raise ModelFormatError(f"{self._file_of[name]}: tensor {name!r}: {error}") from error
         return found
 
-    def dtype(self, name: str) -> torch.dtype | None:
-        """The stored dtype; None for one that torch does not have."""
+    def dtype(self, name: str) -> torch.dtype | str:
+        """The stored dtype; as the file names it where no checkpoint we read has it."""
         file = self._file(name, ())
         try:
-            return _DTYPES.get(file.get_slice(name).get_dtype())
+            stored = str(file.get_slice(name).get_dtype())
+            return _DTYPES.get(stored, stored)
         except SafetensorError as error:
             raise ModelFormatError(f"{self._file_of[name]}: tensor {name!r}: {error}") from error
 

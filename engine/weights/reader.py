@@ -85,7 +85,7 @@ def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> Non
         )
 
 
-def check_dtype(name: str, found: torch.dtype | None, allowed: Sequence[torch.dtype]) -> None:
+def check_dtype(name: str, found: torch.dtype | str, allowed: Sequence[torch.dtype]) -> None:
     """Raises: WeightMismatchError where it is another one; any is right where none is allowed."""
     if allowed and found not in allowed:
         spelled = " | ".join(str(dtype) for dtype in allowed)

@@ -240,6 +240,17 @@ def test_random_weights_are_the_same_each_time_and_differ_by_name() -> None:
     assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "named"), [(torch.int8, "torch.int8"), (torch.uint16, "U16"), (torch.uint64, "U64")]
+)
+def test_a_dtype_that_means_nothing_is_named(
+    tmp_path: Path, dtype: torch.dtype, named: str
+) -> None:
+    save_file({"a.weight": torch.zeros(2, 3, dtype=dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightMismatchError, match=f"'a.weight': found {named}, expected torch"):
+        HfWeights(tmp_path).check("a.weight", (2, 3))
+
+
 def test_the_checkpoint_written_back_is_bit_equal(checkpoint: Path) -> None:
     """bf16 files stay what they are when bf16 is asked for."""
     state = {
