@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -135,7 +135,7 @@ class TierPlane:
         rows = plan.moves.tolist()
         if not rows:
             return
-        moves = []
+        moves, others = [], iter(self._live_requests())
         for row, page_hash in zip(rows, plan.move_hashes, strict=True):
             ticket, kind, _, source, _, target = row
             name = page_hash.tobytes()
@@ -145,7 +145,7 @@ class TierPlane:
                 source=source,
                 target=target,
                 page_hash=name,
-                name=self._find_name(name) if kind != MoveKind.LOAD_BACK else None,
+                name=self._find_name(name, others) if kind != MoveKind.LOAD_BACK else None,
             )
             moves.append(move)
             self._in_flight[ticket] = move
@@ -290,15 +290,14 @@ class TierPlane:
         if page_hashes and (num_lost := self._scheduler.lose_l3(b"".join(page_hashes))):
             logger.info("the store let go of %d pages that it was thought to have", num_lost)
 
-    def _find_name(self, page_hash: bytes) -> PageName | None:
-        found = self._names.find(page_hash)
-        if found is not None:
-            return found
-        for request in self._live_requests():  # one of these has it, in tokens not named yet
-            self._names.extend(request)
-            found = self._names.find(page_hash)
-            if found is not None:
+    def _find_name(self, page_hash: bytes, others: Iterator[Request]) -> PageName | None:
+        """What a page is. `others` may have it in tokens not named yet: each is looked at once a
+        plan, however many of its pages nobody knows any more."""
+        while (found := self._names.find(page_hash)) is None:
+            request = next(others, None)
+            if request is None:
                 break
+            self._names.extend(request)
         return found
 
 

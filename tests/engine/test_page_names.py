@@ -127,3 +127,34 @@ def test_a_page_that_moves_is_named_whoever_of_the_live_requests_it_is() -> None
     plane.take(cast(Plan, PlanOfMoves([*wanted, bytes(range(16))])))
     found = [move.name.page_hash if move.name is not None else None for move in moves.taken]
     assert found == [*wanted, None]
+
+
+class CountedNames(PageNames):
+    """Keeps whose pages it was asked to name."""
+
+    def __init__(self) -> None:
+        super().__init__(page_size=PAGE, model_fingerprint=MODEL, most=100)
+        self.asked: list[str] = []
+
+    def extend(self, request: Request) -> None:
+        self.asked.append(request.request_id)
+        super().extend(request)
+
+
+def test_pages_that_nobody_knows_cost_one_look_at_each_request_and_not_one_a_page() -> None:
+    """As after a restart, whose L2 pages go down beside a long queue."""
+    requests = [request_of(index, list(range(10 * index, 10 * index + 9))) for index in range(3)]
+    wanted = names_of(list(range(10, 19)), "")
+    names, moves = CountedNames(), Moves()
+    plane = TierPlane(
+        cast(Scheduler, None),
+        cast(TransferEngine, moves),
+        names,
+        lambda: requests,
+        lambda: None,
+    )
+    unknown = [bytes([at]) * 16 for at in range(5)]
+    plane.take(cast(Plan, PlanOfMoves([wanted[1], *unknown, wanted[0]])))
+    assert names.asked == ["r0", "r1", "r2"]
+    found = [move.name.page_hash if move.name is not None else None for move in moves.taken]
+    assert found == [wanted[1], *[None] * 5, wanted[0]]
