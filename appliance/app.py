@@ -37,6 +37,7 @@ from appliance.api import (
 )
 from appliance.api.body_errors import as_body_error
 from appliance.api.context import ApiContext
+from appliance.body_text import BodyRefused
 from appliance.cli_options import VERSION
 from appliance.compaction import Compactor
 from appliance.cost_meter import CostMeter
@@ -44,7 +45,7 @@ from appliance.errors import ApiError, as_api_error, error_body_for, error_heade
 from appliance.history_room import HistoryRoom
 from appliance.holds import HoldKeeper
 from appliance.leases import LeaseService
-from appliance.middleware import BodyRefused, RequestFrame
+from appliance.middleware import RequestFrame
 from appliance.parking import Parking
 from appliance.prefill import Prefiller
 from appliance.services import Services

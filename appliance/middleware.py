@@ -13,46 +13,19 @@ import secrets
 import time
 from collections.abc import Collection
 
-import msgspec
-import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.body_encoding import BodyDecoder, NotCompressedError, decoder_for
-from appliance.errors import STATUS_BY_CODE, ApiError, error_body_for, is_anthropic
+from appliance.body_text import BodyRefused, check_text
+from appliance.errors import ApiError, error_body_for, is_anthropic
 from appliance.metrics import Metrics
 
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 # Keys in the ASGI scope: when the request's head was read; a tuple of the body's value, if known.
 RECEIVED_S = "moorage.received_s"
 PARSED_BODY = "moorage.parsed_body"
-# JSON text up to what may not be stored: half of a surrogate pair, an integer of 19 digits or more.
-_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]|[0-9]{19}")
-_STRING = (
-    rb'"(?:[^"\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}'
-    rb"|\\(?!u[dD][89a-fA-F]).)*+"
-)
-_STRING_HEAD = re.compile(_STRING, re.DOTALL)
-_FLOAT = rb"[0-9]++(?:\.[0-9]++(?:[eE][+-]?+[0-9]++)?+|[eE][+-]?+[0-9]++)"
-_PLAIN = re.compile(
-    rb'(?:[^"0-9]++|' + _STRING + rb'"|' + _FLOAT + rb"|[0-9]{1,18}+(?![0-9]))*+", re.DOTALL
-)
-_LONG_INTEGER = re.compile(rb"[0-9]{19,}")
-_SURROGATE = re.compile(rb"\\u[dD]")
-# Shifts that add up: with each, what is left stands for a run as many digits longer.
-_TO_LONG_RUN = (1, 2, 4, 8, 3)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}\Z")
-
-
-class BodyRefused(HTTPException):
-    """A body that no route can read. The kind of error that passes the framework's body reader
-    unchanged.
-    """
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(STATUS_BY_CODE[code], message)
-        self.code = code
 
 
 class RequestFrame:
@@ -167,69 +140,6 @@ def _decoded(message: Message, decoder: BodyDecoder) -> Message:
     if is_last and not decoder.is_whole and len(body) <= decoder.max_bytes:
         raise BodyRefused("invalid_json", "the compressed body is cut short, or goes on")
     return {**message, "body": body}
-
-
-def check_text(body: bytes) -> tuple[object] | None:
-    """Raise BodyRefused unless a JSON body spells Unicode text, in UTF-8, and 64-bit integers.
-
-    Python's reader lets halves of surrogate pairs through, and integers of any length. Returns
-    the body's value where it had to be read for that: nobody need read it again.
-    """
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise BodyRefused("invalid_json", f"the body is not UTF-8: {error.reason}") from error
-    has_surrogates = b"\\" in body and _SURROGATE.search(body) is not None
-    parsed = _read_strictly(body) if has_surrogates else None
-    is_text = parsed is not None or not has_surrogates
-    if is_text and not has_long_number(body):
-        return parsed  # nearly every body; what follows takes 30 ms for an agent's half a megabyte
-    at = 0
-    while _SUSPECT.search(body, at):
-        at = _end(_PLAIN, body, at)
-        digits = _LONG_INTEGER.match(body, at)
-        if digits is None:
-            break
-        _check_integer(body, digits)
-        at = digits.end()
-    at = _end(_STRING_HEAD, body, at)
-    if body[at : at + 2] == b"\\u":
-        escape = body[at : at + 6].decode("ascii", "replace")
-        raise BodyRefused(
-            "invalid_json", f"the body is not Unicode text: {escape} at byte {at} stands alone"
-        )
-    return parsed
-
-
-def has_long_number(body: bytes) -> bool:
-    """Whether 19 digits follow each other anywhere. A context of token ids is mostly digits: a
-    search stops at each of them."""
-    is_run = (np.frombuffer(body, np.uint8) - np.uint8(ord("0"))) < 10
-    for shift in _TO_LONG_RUN:
-        is_run = is_run[shift:] & is_run[:-shift]
-    return bool(is_run.any())
-
-
-def _read_strictly(body: bytes) -> tuple[object] | None:
-    """The value a reader finds that, unlike Python's, refuses half of a surrogate pair."""
-    try:
-        return (msgspec.json.decode(body),)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-
-
-def _check_integer(body: bytes, digits: re.Match[bytes]) -> None:
-    sign = "-" if body[digits.start() - 1 : digits.start()] == b"-" else ""
-    shown = sign + digits[0].decode()
-    if len(digits[0]) > 20 or not -(2**63) <= int(shown) < 2**64:
-        raise BodyRefused(
-            "invalid_value", f"{shown[:24]} at byte {digits.start()}: integers have 64 bits at most"
-        )
-
-
-def _end(pattern: re.Pattern[bytes], body: bytes, at: int) -> int:
-    found = pattern.match(body, at)
-    return at if found is None else found.end()
 
 
 def _request_id(headers: Headers) -> str:

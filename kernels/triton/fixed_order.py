@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels._triton import INTERPRETED
 from kernels.mla_workspace import MlaWorkspace
 from kernels.moe_routing import MoeRouting
 from kernels.ops.linear import LinearWeight, linear, linear_add
@@ -25,10 +26,15 @@ from kernels.triton.fixed_attention import fixed_attention
 from kernels.triton.fixed_linear import BLOCK_M, fixed_experts, fixed_product
 
 FLOATS = {"fp32", "bf16"}
+DEVICE = "any" if INTERPRETED else "cuda"
 
 
 @register_kernel(
-    "linear", "fixed", priority=Priority.TRIAL, formats={"x": FLOATS, "weight": FLOATS}
+    "linear",
+    "fixed",
+    priority=Priority.TRIAL,
+    device=DEVICE,
+    formats={"x": FLOATS, "weight": FLOATS},
 )
 def fixed_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """One launch."""
@@ -37,7 +43,7 @@ def fixed_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@register_kernel("moe_norm_route", "fixed", priority=Priority.TRIAL)
+@register_kernel("moe_norm_route", "fixed", priority=Priority.TRIAL, device=DEVICE)
 def fixed_norm_route(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -59,7 +65,11 @@ def fixed_norm_route(
 
 
 @register_kernel(
-    "moe_dense", "fixed", priority=Priority.TRIAL, formats={"x": FLOATS, "weight": FLOATS}
+    "moe_dense",
+    "fixed",
+    priority=Priority.TRIAL,
+    device=DEVICE,
+    formats={"x": FLOATS, "weight": FLOATS},
 )
 def fixed_moe_dense(
     x: torch.Tensor,
@@ -100,6 +110,7 @@ def _refuse_places(call: CallSignature) -> str | None:
     "mla_absorb",
     "fixed",
     priority=Priority.TRIAL,
+    device=DEVICE,
     formats={"q": FLOATS, "kv": FLOATS},
     refuses=_refuse_places,
 )
@@ -125,6 +136,7 @@ def fixed_absorb(
     "mla_output",
     "fixed",
     priority=Priority.TRIAL,
+    device=DEVICE,
     formats={"q": FLOATS, "kv": FLOATS},
     refuses=_refuse_places,
 )
@@ -157,7 +169,11 @@ def fixed_output(
 
 
 @register_kernel(
-    "mla_prefill", "fixed", priority=Priority.TRIAL, formats={"q": FLOATS, "kv": FLOATS}
+    "mla_prefill",
+    "fixed",
+    priority=Priority.TRIAL,
+    device=DEVICE,
+    formats={"q": FLOATS, "kv": FLOATS},
 )
 def fixed_prefill(
     q: torch.Tensor,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.api.json_body import read_json
-from appliance.middleware import check_text
+from appliance.body_text import check_text
 from tests.fakes.appliance import RunningApp
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

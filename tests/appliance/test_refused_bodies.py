@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.middleware import BodyRefused, check_text, has_long_number
+from appliance.body_text import BodyRefused, check_text, has_long_number
 from tests.fakes.appliance import Json, RunningApp
 
 LONE = "a\ud800b"
