@@ -55,6 +55,7 @@ def arm(death: Death) -> None:
     """Replace what carries out the phase by what dies in it."""
     read, write, finish = HostMemory.read, HostMemory.write, HostPool.finish
     probe, read_object = FileStore.probe, FileStore._read
+    surely_lacks = FileStore.surely_lacks  # the same question, answered without a thread
     survivors, write_all = HostPool.survivors, file_store_segments._write_all
 
     def dying_read(self: HostMemory, pages: Sequence[int], into: Sequence[Body]) -> None:
@@ -89,6 +90,11 @@ def arm(death: Death) -> None:
             die()
         return probe(self, keys)
 
+    def dying_surely_lacks(self: FileStore, key: str) -> bool:
+        if death.is_due("probe"):
+            die()
+        return surely_lacks(self, key)
+
     def dying_read_object(
         self: FileStore, pages: DirectoryPages, fd: int, record: Record, key: str, view: memoryview
     ) -> bool:
@@ -107,6 +113,7 @@ def arm(death: Death) -> None:
     HostMemory.write = dying_write  # type: ignore[method-assign]
     HostPool.finish = dying_finish  # type: ignore[method-assign]
     HostPool.survivors = dying_survivors  # type: ignore[method-assign]
+    FileStore.surely_lacks = dying_surely_lacks  # type: ignore[method-assign]
     FileStore.probe = dying_probe  # type: ignore[method-assign]
     FileStore._read = dying_read_object  # type: ignore[method-assign]
     file_store_segments._write_all = dying_write_all
