@@ -24,9 +24,9 @@ from appliance.errors import STATUS_BY_CODE
 Bytes = NDArray[np.uint8]
 Places = NDArray[np.intp]
 
-LONG = 19  # digits: an integer with fewer has 64 bits
 _SURROGATE = re.compile(rb"\\u[dD]")
-# Shifts that add up: with each, what is left stands for a run as many digits longer.
+# Shifts that add up to 18: with each, what is left stands for a run as many digits longer. An
+# integer of fewer than 19 has 64 bits at most.
 _TO_LONG_RUN = (1, 2, 4, 8, 3)
 _DIGITS = re.compile(rb"[0-9]+")
 # What stands in front of, and behind, digits that belong to a number with a point or an exponent.

@@ -71,7 +71,7 @@ def norm_route_large(
     routing: MoeRouting,
     num_shared: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm, scores as exact as fp32, choice with the shared experts behind it."""
+    """Norm, scores (router_terms.py), choice with the shared experts behind it."""
     num_tokens = x.shape[0]
     shape = (num_tokens, routing.top_k + num_shared)
     ids = torch.empty(shape, dtype=torch.int32, device=x.device)

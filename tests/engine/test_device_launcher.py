@@ -27,7 +27,7 @@ from engine.execution.model_runner import build_model_runner
 from engine.execution.steps import Step
 from engine.sampling.params import RowSampling, SampleBatch
 from kernels.selection import override
-from tests.fakes.device_runner import device_runner
+from tests.fakes.device_runner import device_runner, tiny_config
 from tests.fakes.folded_layers import count_folds
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
 from tests.fakes.paged_driver import PagedDriver
@@ -46,15 +46,11 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     directory = write_tiny_deepseek(tmp_path_factory.mktemp("tiny"))
-    return EngineConfig(
-        model=str(directory),
-        load_format="dummy",
-        dtype="float32",
-        num_threads=1,
+    return tiny_config(
+        directory,
         page_size=_PAGE,
-        kv_pool_tokens=_PAGE * _PAGES,
+        num_pages=_PAGES,
         max_slots=_SLOTS,
-        max_context_len=512,
         speculation="ngram",  # room for its rows
     )
 

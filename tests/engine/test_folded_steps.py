@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.model_runner import build_model_runner
 from kernels.selection import override
-from tests.fakes.device_runner import device_runner
+from tests.fakes.device_runner import device_runner, tiny_config
 from tests.fakes.folded_layers import count_folds
 from tests.fakes.paged_driver import PagedDriver, Row
 from tests.fakes.tiny_deepseek import VOCAB_SIZE, write_tiny_deepseek
@@ -34,15 +34,11 @@ def one_thread() -> Iterator[None]:
 
 def _config(directory: Path, num_heads: int = 4) -> EngineConfig:
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
-    return EngineConfig(
-        model=str(write_tiny_deepseek(directory, **heads)),
-        load_format="dummy",
-        dtype="float32",
-        num_threads=1,
+    return tiny_config(
+        write_tiny_deepseek(directory, **heads),
         page_size=_PAGE,
-        kv_pool_tokens=_PAGE * _PAGES,
+        num_pages=_PAGES,
         max_slots=_SLOTS,
-        max_context_len=512,
         speculation="ngram",
     )
 

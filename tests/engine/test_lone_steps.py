@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from engine.execution import model_runner
 from engine.execution.device_launcher import DeviceLauncher
 from engine.execution.model_loading import load_model
 from engine.execution.model_runner import build_model_runner
-from tests.fakes.device_runner import device_runner
+from tests.fakes.device_runner import device_runner, tiny_config
 from tests.fakes.live_engine import LiveEngine, make_request, run, serve
 from tests.fakes.paged_driver import PagedDriver
 from tests.fakes.tiny_deepseek import VOCAB_SIZE, write_tiny_deepseek
@@ -39,18 +38,7 @@ def one_thread() -> Iterator[None]:
 
 def _config(directory: Path, **changes: Any) -> EngineConfig:
     write_tiny_deepseek(directory, num_nextn_predict_layers=1)
-    config = EngineConfig(
-        model=str(directory),
-        load_format="dummy",
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        page_size=_PAGE,
-        kv_pool_tokens=_PAGE * _PAGES,
-        max_slots=4,
-        max_context_len=512,
-    )
-    return replace(config, **changes)
+    return tiny_config(directory, page_size=_PAGE, num_pages=_PAGES, **changes)
 
 
 def _ids(num: int, seed: int) -> list[int]:

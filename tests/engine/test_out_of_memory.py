@@ -25,6 +25,7 @@ from engine.models import deepseek
 from engine.sampling.params import RowSampling
 from kernels.step_work import StepWork
 from tests.engine.test_device_launcher import _PAGE, _PAGES, _SLOTS, _device_runner, _ids, _step
+from tests.fakes.device_runner import tiny_config
 from tests.fakes.live_engine import Collected, LiveEngine, make_request, run, serve
 from tests.fakes.tiny_deepseek import write_tiny_deepseek
 
@@ -42,16 +43,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     directory = write_tiny_deepseek(tmp_path_factory.mktemp("tiny"))
-    return EngineConfig(
-        model=str(directory),
-        load_format="dummy",
-        dtype="float32",
-        num_threads=1,
-        page_size=_PAGE,
-        kv_pool_tokens=_PAGE * _PAGES,
-        max_slots=_SLOTS,
-        max_context_len=512,
-        speculation="ngram",
+    return tiny_config(
+        directory, page_size=_PAGE, num_pages=_PAGES, max_slots=_SLOTS, speculation="ngram"
     )
 
 

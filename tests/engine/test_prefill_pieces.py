@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import EngineConfig
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.graphs import GraphSet
 from engine.execution.prefill_pieces import piece_sizes
-from tests.fakes.device_runner import device_runner
+from tests.fakes.device_runner import device_runner, tiny_config
 from tests.fakes.paged_driver import PagedDriver
 from tests.fakes.tiny_deepseek import VOCAB_SIZE, write_tiny_deepseek
 
@@ -36,17 +35,7 @@ def _runner(
     directory: Path, *, pieces: bool, eager: bool = False, **changes: Any
 ) -> DeviceModelRunner:
     write_tiny_deepseek(directory, **changes)
-    config = EngineConfig(
-        model=str(directory),
-        load_format="dummy",
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        page_size=_PAGE,
-        kv_pool_tokens=_PAGE * _PAGES,
-        max_slots=4,
-        max_context_len=512,
-    )
+    config = tiny_config(directory, page_size=_PAGE, num_pages=_PAGES)
     runner = device_runner(config, eager=eager, prefill_graphs=pieces, max_tokens=_TOKENS)
     runner.kv_pool.zero_()
     return runner

@@ -3,12 +3,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from engine.config import EngineConfig
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.model_loading import load_model
 from kvtiers.device_pool import DevicePool
+
+
+def tiny_config(
+    directory: Path, *, page_size: int, num_pages: int, max_slots: int = 4, **changes: Any
+) -> EngineConfig:
+    """Of the tiny model in a directory, with weights made up, in fp32 on one thread."""
+    config = EngineConfig(
+        model=str(directory),
+        load_format="dummy",
+        dtype="float32",
+        device="cpu",
+        num_threads=1,
+        page_size=page_size,
+        kv_pool_tokens=page_size * num_pages,
+        max_slots=max_slots,
+        max_context_len=512,
+    )
+    return replace(config, **changes)
 
 
 def device_runner(
