@@ -219,34 +219,36 @@ MoveResult Scheduler::bring_to_l2(MoveOrder& order, const PrefixMatch& match) {
   return result;
 }
 
-// From the end on: where L2 is small its pages can go on and leave while the first still wait. L1
-// keeps what the store does not have yet: a page that waits in L2 for it may make room for others.
+// Heads first, as a store takes no page before the one it follows: a tail that waited in L2 for its
+// head could keep the head out. Where L2 is smaller than the prefix, what the store has makes room
+// for what comes behind it. L1 keeps what the store does not have yet, so that a page that waits in
+// L2 may make room for others.
 MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
   const std::vector<RadixTree::NamedPage> in_l1 = tree_.full_pages(match);
+  const std::vector<PageHash>& names = order.names.pages;
+  for (std::size_t i = names.size(); i-- > 0;) {
+    if (tiers_.is_in_l3(names[i])) tiers_.let_go_of_l2(names[i]);
+  }
   MoveResult result;
-  bool has_room = true, may_leave_l2 = true;
+  bool has_room = true, has_heads = true;
+  bool may_store = true;  // the store has the page before, or is given it
   std::size_t num_kept = 0;
-  for (std::size_t i = order.names.pages.size(); i-- > 0;) {
-    const PageHash& hash = order.names.pages[i];
-    if (tiers_.is_in_l3(hash)) {
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const PageHash& hash = names[i];
+    const bool in_l3 = tiers_.is_in_l3(hash), in_l2 = tiers_.is_in_l2(hash);
+    const bool is_coming = tiers_.is_coming_to_l2(hash);
+    has_heads = has_heads && (in_l3 || in_l2 || is_coming || i < in_l1.size());
+    if (in_l3) {
+      may_store = true;
       result.tokens_there += config_.page_size;
-      may_leave_l2 = may_leave_l2 && tiers_.let_go_of_l2(hash);
       continue;
     }
-    may_leave_l2 = false;
-    if (tiers_.is_in_l2(hash)) {
-      tiers_.store(hash);
-      result.tokens_pending += config_.page_size;
-    } else if (tiers_.is_coming_to_l2(hash)) {
-      result.tokens_pending += config_.page_size;
-    } else if (i < in_l1.size()) {
-      has_room = has_room && send_down(order, in_l1, i);
-      result.tokens_pending += config_.page_size;
-    } else {
-      result.tokens_missing += config_.page_size;
-      continue;
-    }
-    num_kept = std::max(num_kept, i + 1);
+    (has_heads ? result.tokens_pending : result.tokens_missing) += config_.page_size;
+    if (!has_heads) continue;
+    num_kept = i + 1;
+    if (in_l2 && may_store) tiers_.store(hash);
+    if (!in_l2 && !is_coming) has_room = has_room && send_down(order, in_l1, i);
+    may_store = tiers_.is_going_to_l3(hash);
   }
   result.num_pages = tree_.drop(order.salt, order.tokens,
                                 static_cast<std::int32_t>(num_kept) * config_.page_size);

@@ -19,6 +19,7 @@ import pytest
 from appliance.metrics import Metrics
 from appliance.process_spawn import MAX_GAP_S, Pulse, RestartPolicy, describe_exit
 from appliance.supervisor import StartError, bind_listener, lock_run_dir, read_state
+from tests.fakes.signals import kill_now, stop_now
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,7 +167,7 @@ def test_a_killed_child_is_started_again_and_no_connection_is_refused(folder: Pa
     state = running.wait_ready()
     pids = dict(state["pids"])  # type: ignore[call-overload]
     for name in ("engine", "api"):
-        os.kill(pids[name], signal.SIGKILL)
+        kill_now(pids[name])
         # The very next connection attempt waits in the backlog instead of failing.
         assert httpx.get(str(state["url"]), timeout=20).status_code == 200
         wait_for(lambda name=name: running.state()["restarts"][name] == 1)  # type: ignore[index,misc]
@@ -181,7 +182,7 @@ def test_a_child_that_hangs_is_killed_and_started_again_and_that_is_counted(fold
     running = Running(folder, hang_s=3.0)
     state = running.wait_ready()
     pids = dict(state["pids"])  # type: ignore[call-overload]
-    os.kill(pids["api"], signal.SIGSTOP)
+    stop_now(pids["api"])
     wait_for(lambda: running.state()["restarts"]["api"] == 1)  # type: ignore[index]
     after = running.state()
     # An engine that has never given a sign of life is still loading, however long that takes.

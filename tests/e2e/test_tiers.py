@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.conftest import Appliance, Json
 from tests.fakes.mooncake_processes import require_mooncake
+from tests.fakes.signals import is_stopped, stop_now
 
 PAGE_SIZE = 64
 # What it is asked of each turn; long enough that a turn fills pages.
@@ -52,7 +53,7 @@ class TieredAppliance(Appliance):
         """
         before = self.pids("engine", "api")
         if "engine hangs" in names:
-            os.kill(self.state["pids"]["engine"], signal.SIGSTOP)
+            stop_now(self.state["pids"]["engine"])
             names = tuple(name.removesuffix(" hangs") for name in names)
         for name in names:
             if name != "engine" or not is_stopped(self.state["pids"][name]):
@@ -93,10 +94,6 @@ class TieredAppliance(Appliance):
             sum(stats[f"{place}_l2_pages"] for place in ("free", "cached")) == stats["num_l2_pages"]
         )
         return dict(stats)
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
 def wait_gone(pid: int) -> None:

@@ -26,6 +26,7 @@ from tests.fakes.live_engine import LiveEngine, serve
 from tests.fakes.mooncake_processes import LIMITS, MooncakeMachine, require_mooncake
 from tests.fakes.phase_gate import PhaseGate
 from tests.fakes.scripted_runner import ScriptedLayout
+from tests.fakes.signals import kill_now, stop_now
 
 LAYOUT = ScriptedLayout(PAGE_SIZE)
 SOON = BreakerLimits(failures=2, first_pause_s=0.2, max_pause_s=0.4)
@@ -146,9 +147,9 @@ def test_a_process_of_the_store_that_fails_under_a_move_costs_time_alone(
         assert await held, f"no {phase} came"
         pid = machine.children.pids[victim]
         if fault == "killed":
-            os.kill(pid, signal.SIGKILL)
+            kill_now(pid)
         else:
-            os.kill(pid, signal.SIGSTOP)
+            stop_now(pid)
             stopped.append(pid)
         gate.may_go_on.set()
         store.gate = None

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.signals import stop_now
+
 
 def find_redis_server() -> str:
     """The binary; without one the test is skipped, or fails where CI=true."""
@@ -73,7 +75,7 @@ class RedisServer:
     def pause(self) -> None:
         """Stop it without closing its sockets, as a machine that hangs."""
         assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
+        stop_now(self.process.pid)
 
     def resume(self) -> None:
         assert self.process is not None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from kvtiers.store import StoreState
 from tests.fakes.full_disk import FullDisk
 from tests.fakes.jumping_clock import JumpingClock
 from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
+from tests.fakes.signals import kill_now
 from tests.fakes.stored_pages import chain, page, pages, read
 
 MIB = 1 << 20
@@ -73,7 +73,7 @@ def test_a_damaged_file_costs_its_own_page_alone_and_is_repaired(tmp_path: Path)
             assert store.put(keys, pages(keys, SIZE)) == [True] * 6
         assert store.flush(20.0)
         for pid in machine.children.pids.values():
-            os.kill(pid, signal.SIGKILL)
+            kill_now(pid)
         store.close()
         for harm, keys in prefixes.items():
             data = file_of(tmp_path / "ssd", keys[3])
@@ -116,7 +116,7 @@ def test_a_full_disk_below_it_costs_what_was_to_go_there_alone(
         machine.wait(lambda: len(list((tmp_path / "ssd").rglob("*.bucket"))) >= 12)
         assert machine.children.restarts == {"mooncake_master": 0, "mooncake_client": 0}
         for pid in machine.children.pids.values():
-            os.kill(pid, signal.SIGKILL)
+            kill_now(pid)
         machine.wait(lambda: len(machine.children.pids) < 2)
         machine.wait(lambda: len(machine.children.pids) == 2)
         again = machine.open(SIZE)
@@ -190,7 +190,7 @@ def test_on_disk_heads_stay_as_well_and_what_comes_back_after_a_restart_is_put_i
         metrics = json.loads(machine.endpoints.read_text())["metrics"]
         known = list_keys(metrics)
         for pid in machine.children.pids.values():
-            os.kill(pid, signal.SIGKILL)
+            kill_now(pid)
         store.close()
         machine.wait(lambda: len(machine.children.pids) < 2)
         machine.wait(lambda: len(machine.children.pids) == 2)

@@ -24,6 +24,7 @@ from kvtiers.store import StoreState
 from tests.fakes import mooncake_writer
 from tests.fakes.clock import FakeClock
 from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
+from tests.fakes.signals import kill_now, stop_now
 from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES, blank, chain, page, pages, read
 
 KEYS = chain("a", 8)
@@ -62,7 +63,7 @@ def test_an_owner_killed_is_cut_off_and_comes_back_with_its_master(
 ) -> None:
     assert guarded.put(KEYS, pages(KEYS)) == [True] * 8
     before = machine.children.pids
-    os.kill(before["mooncake_client"], signal.SIGKILL)
+    kill_now(before["mooncake_client"])
     read(guarded, KEYS)
     read(guarded, KEYS)
     machine.wait(lambda: guarded.status().state is not StoreState.UP)
@@ -77,7 +78,7 @@ def test_a_master_killed_is_restarted_alone(
     machine: MooncakeMachine, guarded: BreakerStore
 ) -> None:
     before = machine.children.pids
-    os.kill(before["mooncake_master"], signal.SIGKILL)
+    kill_now(before["mooncake_master"])
     for _ in range(2):
         guarded.put(chain("b", 2), pages(chain("b", 2)))
     _comes_back(machine, guarded)
@@ -91,7 +92,7 @@ def test_a_process_stopped_costs_misses_until_it_goes_on(
     machine: MooncakeMachine, guarded: BreakerStore, name: str
 ) -> None:
     assert guarded.put(KEYS, pages(KEYS)) == [True] * 8
-    os.kill(machine.children.pids[name], signal.SIGSTOP)
+    stop_now(machine.children.pids[name])
     try:
         into = blank(8)
         for _ in range(2):
@@ -115,7 +116,7 @@ def test_a_set_up_with_an_owner_that_hangs_stops_nobody(
     soon = partial(check_answers, timeout_s=1)
     monkeypatch.setattr("kvtiers.mooncake_client.check_answers", soon)
     owner = machine.children.pids["mooncake_client"]
-    os.kill(owner, signal.SIGSTOP)
+    stop_now(owner)
     try:
         store = MooncakeStore(machine.endpoints, LAYOUT, object_bytes(PAGE_BYTES))
         assert store.status().state is StoreState.DOWN
@@ -282,7 +283,7 @@ def test_pages_on_the_disk_tier_outlive_kill_9_of_everything(tmp_path: Path) -> 
             assert store.put(keys, pages(keys, size)) == [True] * 10
         assert store.flush(20.0)
         for pid in machine.children.pids.values():
-            os.kill(pid, signal.SIGKILL)
+            kill_now(pid)
         store.close()
         machine.wait(lambda: len(machine.children.pids) < 2)
         machine.wait(lambda: len(machine.children.pids) == 2)

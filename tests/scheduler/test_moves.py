@@ -91,7 +91,7 @@ def test_the_store_is_asked_before_anything_above_is_let_go_of() -> None:
     assert again.outputs == harness.model.generate(again)
 
 
-def test_a_small_l2_is_passed_through_from_the_end_of_the_prefix_on() -> None:
+def test_a_small_l2_is_passed_through() -> None:
     harness = make(num_l2_pages=2)
     assert harness.mover is not None
     job = finish(harness, 40)
@@ -101,6 +101,48 @@ def test_a_small_l2_is_passed_through_from_the_end_of_the_prefix_on() -> None:
     assert hit(harness, job.prompt) == (0, 0, 40)
     assert harness.check()["move_orders"] == 0
     assert len(harness.mover.l3) == 10
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_prefix_of_any_size_reaches_a_store_that_takes_no_page_before_its_head(seed: int) -> None:
+    """Through an L2 of any size, whatever was there before, in whatever order pages arrive."""
+    rng = random.Random(seed)
+    num_l2_pages = rng.randint(1, 12)
+    harness = make(num_l2_pages=num_l2_pages, num_pages=80)
+    mover = harness.mover
+    assert mover is not None
+    mover.rng = rng
+    parents: dict[bytes, bytes] = {}
+    takes = [rng.random() < 0.5]  # a store that takes nothing leaves L2 full of what it lacks
+    carry_out = mover.carry_out
+
+    def heads_first(move: list[int], name: bytes) -> bool:
+        has_head = parents[name] in (b"", *mover.l3)
+        return (move[1] != 3 or (takes[0] and has_head)) and carry_out(move, name)
+
+    def know(tokens: list[int]) -> list[int]:
+        names = cpp.name_pages(ids(tokens), page_size=PAGE)
+        pages = [names[at : at + 16] for at in range(0, len(names), 16)]
+        parents.update(zip(pages, [b"", *pages], strict=False))
+        return tokens
+
+    mover.carry_out = heads_first  # type: ignore[method-assign]
+    mover.delay = rng.choice([0.0, 0.3, 0.9])
+    parked = know(list(range(PAGE * rng.randint(1, 19))))
+    others = [know(list(range(base, base + 40))) for base in (100, 200, 300)]
+    for tokens in (others[0], parked, *others[1:]):
+        harness.submit(tokens, 1)
+        harness.run()
+        if tokens is parked or rng.random() < 0.3:
+            harness.scheduler.move(ids(parked), "l3")
+        settle(harness, steps=rng.randrange(6), ms=20)
+    takes[0] = True
+    for _ in range(4):  # an order that nothing came of for long ends, and is given again
+        if harness.scheduler.move(ids(parked), "l3").tokens_pending == 0:
+            break
+        settle(harness, steps=200, ms=30)
+    assert hit(harness, parked) == (0, 0, len(parked))
+    assert harness.check()["move_orders"] == 0
 
 
 def test_a_store_that_loses_pages_is_tried_again_and_given_up_in_the_end() -> None:
