@@ -59,6 +59,7 @@ class Walk:
         if config.num_l2_pages:
             self.harness.mover = TierMover(config, self.harness.device, rng)
             self.harness.mover.loss = rng.choice([0.0, 0.1])
+            self.harness.mover.takes_heads_first = rng.random() < 0.5
         self.harness.sends_at_once = False
         self.history: list[list[int]] = [[0]]
         # Half of the runs branch from few stems: steps copy, and loads empty the pool meanwhile.
@@ -151,6 +152,48 @@ class Walk:
         for job in harness.jobs.values():
             expected = harness.model.generate(job)
             assert job.outputs == expected[: len(job.outputs)], "an output is not the model's"
+        if harness.mover is not None:
+            self.move_about()
+
+    def move_about(self) -> None:
+        """Whatever state the walk left: where there is room, a move ends, and it loses nothing."""
+        harness, rng, config = self.harness, self.rng, self.config
+        assert harness.mover is not None
+        harness.mover.loss, harness.mover.delay = 0.0, rng.choice([0.0, 0.3, 0.9])
+        harness.now_ms += 1_000_000  # leases and wishes are over
+        for _ in range(100):
+            self.settle(20, ms=30)
+            if harness.scheduler.stats()["move_orders"] == 0:
+                break
+        else:
+            raise AssertionError("a move does not end")
+        room = {"l1": config.num_pages, "l2": config.num_l2_pages}
+        room |= {"l3": config.num_l3_pages} if config.use_l3 else {}
+        for _ in range(6):
+            tokens = np.array(rng.choice(self.history), np.int32)
+            num_pages, tier = len(tokens) // config.page_size, rng.choice(list(room))
+            if num_pages > room[tier]:
+                continue
+            depth = harness.scheduler.query_prefix(tokens)
+            num_known = min(num_pages, (depth.l1 + depth.l2 + depth.l3) // config.page_size)
+            if config.num_l3_pages < 1000:
+                num_known = 0  # names are forgotten
+            for _ in range(4):  # an order that nothing came of for long ends, and is given again
+                harness.scheduler.move(tokens, tier)
+                self.settle(150, ms=30)
+                harness.scheduler.move(tokens, tier)  # asks the store
+                self.settle(60, ms=1)
+                result = harness.scheduler.move(tokens, tier)
+                if result.tokens_pending == 0:
+                    break
+            assert result.tokens_pending == 0, f"a move to {tier} does not end"
+            assert result.tokens_there >= num_known * config.page_size, f"lost on the way to {tier}"
+
+    def settle(self, num_steps: int, *, ms: int) -> None:
+        for _ in range(num_steps):
+            self.harness.now_ms += ms
+            self.harness.step()
+            self.harness.check()
 
 
 def main() -> int:

@@ -173,9 +173,13 @@ MoveResult Scheduler::bring_up(MoveOrder& order, PrefixMatch match) {
   std::int64_t id = start_transfer(order.salt, order.tokens, match, ready);
   if (id < 0 && !tiers_.is_in_l2(ready[0])) {  // L2 is full, perhaps of what L1 has by now
     std::span<const PageHash> above(order.names.pages.data(), static_cast<std::size_t>(first));
-    while (!above.empty() && tiers_.is_in_l3(above.back()) && tiers_.let_go_of_l2(above.back())) {
-      above = above.first(above.size() - 1);
-    }
+    const auto let_go = [&] {
+      const bool is_gone = tiers_.let_go_of_l2(above.back());
+      above = above.first(above.size() - (is_gone ? 1 : 0));
+      return is_gone;
+    };
+    while (!above.empty() && tiers_.is_in_l3(above.back()) && let_go()) {}
+    while (tiers_.pool().num_free() == 0 && !above.empty() && let_go()) {}  // one that L1 alone has
     id = start_transfer(order.salt, order.tokens, match, ready);
   }
   if (id >= newest) {
@@ -226,9 +230,17 @@ MoveResult Scheduler::bring_to_l2(MoveOrder& order, const PrefixMatch& match) {
 MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
   const std::vector<RadixTree::NamedPage> in_l1 = tree_.full_pages(match);
   const std::vector<PageHash>& names = order.names.pages;
-  for (std::size_t i = names.size(); i-- > 0;) {
-    if (tiers_.is_in_l3(names[i])) tiers_.let_go_of_l2(names[i]);
-  }
+  std::size_t end = names.size();  // what may leave L2 lies before it
+  const auto send = [&](std::size_t index) {
+    while (!send_down(order, in_l1, index)) {
+      while (tiers_.pool().num_free() == 0 && end > 0) {
+        end -= 1;
+        if (tiers_.is_in_l3(names[end])) tiers_.let_go_of_l2(names[end]);
+      }
+      if (tiers_.pool().num_free() == 0) return false;
+    }
+    return true;
+  };
   MoveResult result;
   bool has_room = true, has_heads = true;
   bool may_store = true;  // the store has the page before, or is given it
@@ -238,7 +250,7 @@ MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
     const bool in_l3 = tiers_.is_in_l3(hash), in_l2 = tiers_.is_in_l2(hash);
     const bool is_coming = tiers_.is_coming_to_l2(hash);
     has_heads = has_heads && (in_l3 || in_l2 || is_coming || i < in_l1.size());
-    if (in_l3) {
+    if (in_l3 && !is_coming) {  // what comes once more is let go of when it has come
       may_store = true;
       result.tokens_there += config_.page_size;
       continue;
@@ -247,8 +259,11 @@ MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
     if (!has_heads) continue;
     num_kept = i + 1;
     if (in_l2 && may_store) tiers_.store(hash);
-    if (!in_l2 && !is_coming) has_room = has_room && send_down(order, in_l1, i);
-    may_store = tiers_.is_going_to_l3(hash);
+    if (!in_l2 && !is_coming) has_room = has_room && send(i);
+    may_store = in_l3 || tiers_.is_going_to_l3(hash);
+  }
+  for (std::size_t i = names.size(); i-- > num_kept && tiers_.is_in_l3(names[i]);) {
+    if (!tiers_.let_go_of_l2(names[i])) break;
   }
   result.num_pages = tree_.drop(order.salt, order.tokens,
                                 static_cast<std::int32_t>(num_kept) * config_.page_size);

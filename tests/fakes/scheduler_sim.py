@@ -296,6 +296,8 @@ class TierMover:
         self.waiting: list[tuple[list[int], bytes]] = []
         self.probes: list[tuple[int, list[bytes]]] = []
         self.num_by_kind = [0, 0, 0, 0]
+        self.takes_heads_first = False  # L3 takes no page before the one it follows
+        self.parents: dict[bytes, bytes] = {}
         self.fates: dict[int, bool] = {}  # of loads that a step has seen come
         self.lost: set[int] = set()  # tickets acked so
         device.bring = self.bring
@@ -335,6 +337,13 @@ class TierMover:
             cpp.ProbeDone(probe_id=probe_id, num_pages=self.num_leading(names))
             for probe_id, names in done
         ]
+
+    def know(self, token_ids: list[int], salt: str) -> None:
+        """Which page of these tokens follows which."""
+        size = self.l2.shape[1]
+        names = cpp.name_pages(np.array(token_ids, np.int32), page_size=size, salt=salt)
+        pages = [names[at : at + 16] for at in range(0, len(names), 16)]
+        self.parents |= dict(zip(pages, [b"", *pages], strict=False))
 
     def num_leading(self, names: list[bytes]) -> int:
         return next((i for i, name in enumerate(names) if name not in self.l3), len(names))
@@ -396,6 +405,8 @@ class TierMover:
         else:
             data = self.memory(source_tier)[source]
         if target_tier == 3:
+            if self.takes_heads_first and self.parents[name] not in (b"", *self.l3):
+                return False
             self.l3[name] = data.copy()
         else:
             self.memory(target_tier)[target] = data
@@ -468,6 +479,8 @@ class Harness:
         )
         self.jobs[job.request_id] = job
         self.live.add(job.request_id)
+        if self.mover is not None:
+            self.mover.know(job.prompt + self.model.generate(job), job.salt)
         return job
 
     def plan(self) -> cpp.Plan:

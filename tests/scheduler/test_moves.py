@@ -111,25 +111,15 @@ def test_a_prefix_of_any_size_reaches_a_store_that_takes_no_page_before_its_head
     harness = make(num_l2_pages=num_l2_pages, num_pages=80)
     mover = harness.mover
     assert mover is not None
-    mover.rng = rng
-    parents: dict[bytes, bytes] = {}
+    mover.rng, mover.takes_heads_first = rng, True
     takes = [rng.random() < 0.5]  # a store that takes nothing leaves L2 full of what it lacks
     carry_out = mover.carry_out
-
-    def heads_first(move: list[int], name: bytes) -> bool:
-        has_head = parents[name] in (b"", *mover.l3)
-        return (move[1] != 3 or (takes[0] and has_head)) and carry_out(move, name)
-
-    def know(tokens: list[int]) -> list[int]:
-        names = cpp.name_pages(ids(tokens), page_size=PAGE)
-        pages = [names[at : at + 16] for at in range(0, len(names), 16)]
-        parents.update(zip(pages, [b"", *pages], strict=False))
-        return tokens
-
-    mover.carry_out = heads_first  # type: ignore[method-assign]
+    mover.carry_out = (  # type: ignore[method-assign]
+        lambda move, name: (move[1] != 3 or takes[0]) and carry_out(move, name)
+    )
     mover.delay = rng.choice([0.0, 0.3, 0.9])
-    parked = know(list(range(PAGE * rng.randint(1, 19))))
-    others = [know(list(range(base, base + 40))) for base in (100, 200, 300)]
+    parked = list(range(PAGE * rng.randint(1, 19)))
+    others = [list(range(base, base + 40)) for base in (100, 200, 300)]
     for tokens in (others[0], parked, *others[1:]):
         harness.submit(tokens, 1)
         harness.run()
