@@ -15,6 +15,7 @@ Does not know: the scheduler, requests, grammars beyond a bitmask. One worker th
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ from engine.models.model import (
 from engine.sampling.params import SampleBatch, Sampled
 from kernels.ops.page_copy import copy_pages
 from kernels.ops.step_ids import feed_ids
+
+logger = logging.getLogger(__name__)
 
 Places = NDArray[np.int64]  # of the sampled rows' logits in the logits buffer
 Later = Callable[[], Sampled | None]
@@ -173,6 +176,7 @@ class DeviceLauncher:
         self._edits: EditTables | None = None
         drafter = model if isinstance(model, DraftingModel) and model.can_draft else None
         self._mixed_rows: tuple[StepRows, torch.Tensor] | None = None  # of the step under way
+        self._lost: tuple[int, str | None] = (0, None)  # first rows of it without memory, and why
         self._drafting = None if drafter is None else DeviceDrafts(drafter, self._buckets)
         self._stream = DeviceStream(device)
         self._graphs = GraphSet(None if limits.eager else self._stream.cuda_stream)
@@ -246,6 +250,7 @@ class DeviceLauncher:
             drafts_later = self._draft_later(step)
             waited_ms = (time.perf_counter() - before_s) * 1e3
             clock.mark()
+        num_lost, lost_error = self._lost
 
         def finish() -> StepResult:
             clock.wait()
@@ -255,6 +260,8 @@ class DeviceLauncher:
                 forward_ms=clock.ms_before(1),
                 mask_wait_ms=waited_ms,
                 sample_ms=clock.ms_before(2),
+                num_lost=num_lost,
+                lost_error=lost_error,
             )
 
         return finish
@@ -274,15 +281,32 @@ class DeviceLauncher:
     def _forward(self, batch: ForwardBatch) -> Places:
         """Compute logits of the sampled rows; where each lies in the logits buffer."""
         lens = batch.row_indptr.diff()
-        num_samples = batch.sample_rows.shape[0]
         is_longer = lens != 1
-        self._mixed_rows = None
+        self._mixed_rows, self._lost = None, (0, None)
         if not bool(is_longer.any()):
             for load in batch.loads:  # a graph waits for nothing inside
                 load.wait_all()
             self._decode_batch(batch)
             return batch.sample_rows.numpy().astype(np.int64)
         num_prefill = int(is_longer.nonzero()[-1]) + 1
+        try:
+            return self._forward_mixed(batch, num_prefill)
+        except torch.OutOfMemoryError as error:
+            if self._drafting is not None or num_prefill == lens.shape[0]:
+                raise
+            self._lost = (num_prefill, f"{type(error).__name__}: {error}")
+        # Here the error's frames are gone, and what they held.
+        logger.error("step %d goes on without its prefill rows: %s", batch.step_id, self._lost[1])
+        return self._decode_alone(batch, num_prefill)
+
+    def _decode_alone(self, batch: ForwardBatch, num_prefill: int) -> Places:
+        """The rows of one token of a step whose prefill rows are lost; they may have begun."""
+        for load in batch.loads:
+            load.wait_all()
+        self._decode_batch(part_rows(batch, num_prefill)[1])
+        return places_apart(batch.sample_rows, num_prefill, self._limits.max_rows)
+
+    def _forward_mixed(self, batch: ForwardBatch, num_prefill: int) -> Places:
         # In eager runs too, though apart is twice the launches there: they give a graph's bits.
         if self._drafting is None and are_better_apart(batch, num_prefill):
             prefill, decode = part_rows(batch, num_prefill)
@@ -291,8 +315,8 @@ class DeviceLauncher:
             self._logits[first : first + logits.shape[0]] = logits
             return places_apart(batch.sample_rows, num_prefill, first)
         logits = self._mixed(batch, num_prefill)
-        self._logits[:num_samples] = logits
-        return np.arange(num_samples)
+        self._logits[: logits.shape[0]] = logits
+        return np.arange(logits.shape[0])
 
     def _decode_batch(self, batch: ForwardBatch) -> None:
         """Rows of one token; logits of row i come to lie at i."""

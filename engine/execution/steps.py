@@ -30,6 +30,9 @@ class Step:
 class StepResult:
     """What came of a step. `error` says why nothing did.
 
+    `num_lost`: so many rows, the first ones, came to nothing for want of memory, as `lost_error`
+    says; what was sampled for them means nothing.
+
     `span`: when the executor began to launch it, had launched it, and had its result; monotonic ns;
     zeros unless it was told to stamp steps.
     """
@@ -40,7 +43,13 @@ class StepResult:
     mask_wait_ms: float
     sample_ms: float
     error: str | None = None
+    num_lost: int = 0
+    lost_error: str | None = None
     span: tuple[int, int, int] = (0, 0, 0)
+
+    def error_of(self, row: int) -> str | None:
+        """Why nothing came of one row of the step; None: something did."""
+        return self.lost_error if self.error is None and row < self.num_lost else self.error
 
 
 class Launcher(Protocol):

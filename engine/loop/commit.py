@@ -113,10 +113,11 @@ def commit(step: DispatchedStep, result: StepResult) -> Committed:
             continue
         if request.outcome is not None:
             # It was aborted, say: the scheduler keeps what KV it still computed, if that is sound.
-            failed[row] = _has_failed(result, first_sample if step.samples[row] else None)
+            failed[row] = _has_failed(result, row, first_sample if step.samples[row] else None)
             continue
-        if result.error is not None:
-            request.outcome = failure("step_failed", f"the step failed: {result.error}")
+        error = result.error_of(row)
+        if error is not None:
+            request.outcome = failure("step_failed", f"the step failed: {error}")
         elif not step.samples[row]:
             _report_progress(messages, request, int(step.num_done[row]))
         else:
@@ -182,10 +183,11 @@ def _take(
     return taken
 
 
-def _has_failed(result: StepResult, sample: int | None) -> bool:
+def _has_failed(result: StepResult, row: int, sample: int | None) -> bool:
     """Whether the KV of a row is worth nothing; `sample`: its first one."""
-    if result.error is not None or result.sampled is None or sample is None:
-        return result.error is not None
+    error = result.error_of(row)
+    if error is not None or result.sampled is None or sample is None:
+        return error is not None
     return int(result.sampled.token_ids[sample]) < 0
 
 

@@ -144,6 +144,36 @@ def test_captured_pieces_of_a_prefill_step_give_the_bits_of_called_ones(
         assert float(similarity.min()) > 0.99
 
 
+@pytest.mark.parametrize("has_run", [False, True])
+def test_decode_rows_beside_a_prompt_without_memory_get_the_bits_they_get_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_run: bool
+) -> None:
+    """Their step is computed without it, whether or not its kernels were under way."""
+    config = _config(tmp_path, "nvfp4", device="cuda", prefill_graphs=True)
+    runners = [build_model_runner(config) for _ in range(2)]
+    short, alone = (PagedDriver(runner, seed=1) for runner in runners)
+    pairs = [(short.open(slot), alone.open(slot)) for slot in range(2)]
+    for seed, rows in enumerate(pairs):
+        short.step([(rows[0], _ids(90, seed))])
+        alone.step([(rows[1], _ids(90, seed))])
+    launcher = runners[0].step_launcher()
+    mixed, lost = launcher._mixed, short.open(2)
+
+    def short_of_memory(*args: Any) -> torch.Tensor:
+        if has_run:
+            mixed(*args)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for number in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(launcher, "_mixed", short_of_memory)
+            decodes = [(rows[0], [5 + number]) for rows in pairs]
+            _, *logits = short.step([(lost, _ids(60, 9 + number)), *decodes])
+        expected = alone.step([(rows[1], [5 + number]) for rows in pairs])
+        assert torch.equal(torch.stack(logits), expected)
+        assert bool(torch.isfinite(expected).all())
+
+
 def test_graphs_and_eager_runs_serve_the_same_tokens(tmp_path: Path) -> None:
     pytest.importorskip("_scheduler")
     graphs = _served(_config(tmp_path, "nvfp4", device="cuda"), tmp_path / "graphs")

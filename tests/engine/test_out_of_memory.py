@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from engine import api
 from engine.client import EngineClient
 from engine.config import EngineConfig
-from engine.execution import executor
+from engine.execution import device_launcher, executor
 from engine.execution.device_runner import DeviceModelRunner
 from engine.execution.executor import Executor
 from engine.execution.model_runner import build_model_runner
@@ -53,16 +54,22 @@ class ShortOfMemory:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fails: Callable[[int], bool] = lambda num_tokens: False
-        self.num_raised = 0
+        self.num_raised = self.num_before = 0
         self._feed_forward = deepseek.feed_forward
         monkeypatch.setattr(deepseek, "feed_forward", self)
 
     def __call__(self, residual: torch.Tensor, *args: Any) -> torch.Tensor:
-        if self.fails(residual.shape[0]):
+        if self.fails(residual.shape[0]) and self.num_before > 0:
+            self.num_before -= 1
+        elif self.fails(residual.shape[0]):
             self.fails = lambda num_tokens: False
             self.num_raised += 1
             raise torch.OutOfMemoryError(_TEXT)
         return self._feed_forward(residual, *args)
+
+    def after(self, num_layers: int, fails: Callable[[int], bool]) -> None:
+        """In that step, when so many layers are through."""
+        self.fails, self.num_before = fails, num_layers
 
 
 def _num_works() -> int:
@@ -133,6 +140,45 @@ def test_a_step_without_memory_fails_its_requests_alone_and_keeps_nothing(
         serve(engine, work)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("are_apart", [True, False])
+def test_a_prompt_without_memory_costs_nobody_beside_it_a_token(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_apart: bool
+) -> None:
+    """Whether the step's decode rows are computed beside its prefill or with it, and wherever in
+    it the memory ends."""
+    short = ShortOfMemory(monkeypatch)
+    monkeypatch.setattr(device_launcher, "are_better_apart", lambda batch, num_prefill: are_apart)
+    streams = {name: _ids(9 + 4 * place, 7 + place) for place, name in enumerate("abc")}
+    expected: dict[str, list[int]] = {}
+
+    async def undisturbed(client: EngineClient) -> None:
+        for name in streams:
+            expected[name] = (await run(client, stream(name))).ids
+
+    def stream(name: str) -> api.GenerateRequest:
+        return make_request(name, streams[name], 90, sampling=_SAMPLING)
+
+    async def work(client: EngineClient) -> None:
+        running = [asyncio.create_task(run(client, stream(name))) for name in streams]
+        while (await client.stats())["output_tokens"] < 3 * len(streams):  # all are decoded
+            await asyncio.sleep(0.005)
+        for number in range(6):
+            short.after(number % 3, lambda num: num > 8)
+            late = await run(client, make_request(f"late {number}", _ids(70, 90 + number), 2))
+            assert late.finished is not None and late.finished.error_code == "step_failed"
+            assert f"OutOfMemoryError: {_TEXT}" in str(late.finished.error_message)
+        assert short.num_raised == 6
+        for name, task in zip(streams, running, strict=True):
+            assert (await task).ids == expected[name]
+        stats = await client.stats()
+        assert stats["owned_pages"] == stats["in_flight_pages"] == 0
+        assert (await run(client, stream("a"))).ids == expected["a"]
+
+    serve(LiveEngine(str(tmp_path / "host"), build_model_runner(config)), undisturbed)
+    run_dir = str(tmp_path / "device")
+    serve(LiveEngine(run_dir, _device_runner(config), max_slots=4, token_budget=48), work)
 
 
 def test_a_failed_step_s_frames_are_gone_when_its_result_is_there(
