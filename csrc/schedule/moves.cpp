@@ -13,6 +13,39 @@ namespace {
   throw std::invalid_argument(field + ": " + why);
 }
 
+// While it lives, L2 makes no room of these pages of a prefix that is moved to `tier`, as far as
+// that does not have them yet.
+class KeptInL2 {
+ public:
+  KeptInL2(LowerTiers& tiers, Tier tier, std::span<const PageHash> names) : tiers_(tiers) {
+    const auto is_kept = [&](const PageHash& hash) {
+      return (tiers.is_in_l2(hash) || tiers.is_coming_to_l2(hash)) &&
+             !(tier == Tier::kL3 && tiers.is_in_l3(hash));
+    };
+    for (std::size_t i = 0; i < names.size(); ++i) {  // the end of a run keeps what lies before it
+      if (!is_kept(names[i]) || (i + 1 < names.size() && is_kept(names[i + 1]))) continue;
+      tiers_.lease(Tier::kL2, names[i]);
+      ends_.push_back(names[i]);
+    }
+  }
+  KeptInL2(const KeptInL2&) = delete;
+  KeptInL2& operator=(const KeptInL2&) = delete;
+  ~KeptInL2() { release(); }
+
+  void release() {
+    for (const PageHash& hash : std::exchange(ends_, {})) tiers_.unlease(Tier::kL2, hash);
+  }
+
+ private:
+  LowerTiers& tiers_;
+  std::vector<PageHash> ends_;
+};
+
+// Of a prefix's pages, those that L1 does not have.
+std::span<const PageHash> behind(const std::vector<PageHash>& names, std::size_t num_in_l1) {
+  return std::span(names).subspan(std::min(num_in_l1, names.size()));
+}
+
 }  // namespace
 
 // ---- looking -----------------------------------------------------------------------------------
@@ -196,9 +229,11 @@ bool Scheduler::send_down(const MoveOrder& order, std::span<const RadixTree::Nam
   return tiers_.write_back(pool_, pages[index].page, name);
 }
 
-// Nothing leaves L1 before L2 has room for all of it.
+// Nothing leaves L1 before L2 has room for all of it, and none of that room is what L2 alone has of
+// the prefix.
 MoveResult Scheduler::bring_to_l2(MoveOrder& order, const PrefixMatch& match) {
   const std::vector<RadixTree::NamedPage> in_l1 = tree_.full_pages(match);
+  const KeptInL2 kept(tiers_, Tier::kL2, behind(order.names.pages, in_l1.size()));
   MoveResult result;
   std::vector<PageHash> only_in_l3;
   bool has_room = true;
@@ -225,21 +260,21 @@ MoveResult Scheduler::bring_to_l2(MoveOrder& order, const PrefixMatch& match) {
 
 // Heads first, as a store takes no page before the one it follows: a tail that waited in L2 for its
 // head could keep the head out. Where L2 is smaller than the prefix, what the store has makes room
-// for what comes behind it. L1 keeps what the store does not have yet, so that a page that waits in
-// L2 may make room for others.
+// for what comes behind it, before what others have there does. L1 keeps what the store does not
+// have yet, so that a page that waits in L2 may make room for others.
 MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
   const std::vector<RadixTree::NamedPage> in_l1 = tree_.full_pages(match);
   const std::vector<PageHash>& names = order.names.pages;
+  KeptInL2 kept(tiers_, Tier::kL3, behind(names, in_l1.size()));
   std::size_t end = names.size();  // what may leave L2 lies before it
   const auto send = [&](std::size_t index) {
-    while (!send_down(order, in_l1, index)) {
-      while (tiers_.pool().num_free() == 0 && end > 0) {
-        end -= 1;
-        if (tiers_.is_in_l3(names[end])) tiers_.let_go_of_l2(names[end]);
-      }
-      if (tiers_.pool().num_free() == 0) return false;
+    while (tiers_.pool().num_free() == 0 && end > 0) {
+      end -= 1;
+      if (tiers_.is_in_l3(names[end])) tiers_.let_go_of_l2(names[end]);
     }
-    return true;
+    if (send_down(order, in_l1, index)) return true;
+    kept.release();  // a tail is worth less than its head
+    return send_down(order, in_l1, index);
   };
   MoveResult result;
   bool has_room = true, has_heads = true;
@@ -262,6 +297,7 @@ MoveResult Scheduler::bring_to_l3(MoveOrder& order, const PrefixMatch& match) {
     if (!in_l2 && !is_coming) has_room = has_room && send(i);
     may_store = in_l3 || tiers_.is_going_to_l3(hash);
   }
+  kept.release();
   for (std::size_t i = names.size(); i-- > num_kept && tiers_.is_in_l3(names[i]);) {
     if (!tiers_.let_go_of_l2(names[i])) break;
   }
