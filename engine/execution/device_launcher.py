@@ -301,6 +301,7 @@ class DeviceLauncher:
 
     def _decode_alone(self, batch: ForwardBatch, num_prefill: int) -> Places:
         """The rows of one token of a step whose prefill rows are lost; they may have begun."""
+        self._mixed_rows = None  # with the lost step's tensors
         for load in batch.loads:
             load.wait_all()
         self._decode_batch(part_rows(batch, num_prefill)[1])

@@ -47,6 +47,11 @@ class StepResult:
     lost_error: str | None = None
     span: tuple[int, int, int] = (0, 0, 0)
 
+    @property
+    def any_error(self) -> str | None:
+        """Why nothing came of some row of the step, or of all; None: something did of each."""
+        return self.error or self.lost_error
+
     def error_of(self, row: int) -> str | None:
         """Why nothing came of one row of the step; None: something did."""
         return self.lost_error if self.error is None and row < self.num_lost else self.error

@@ -68,13 +68,13 @@ class Counters:
     ) -> None:
         """A step's result was committed. `num_timed`: its tokens, if the time it took says what
         one costs to compute; else 0."""
-        if num_timed and result.error is None:
+        if num_timed and result.any_error is None:
             now_us = result.forward_ms * 1e3 / num_timed
             before_us = self.prefill_us_per_token or now_us
             self.prefill_us_per_token = before_us + SMOOTHING * (now_us - before_us)
             self.last_us_per_token = now_us
         self.output_tokens += num_sampled
-        self.num_failed_steps += result.error is not None
+        self.num_failed_steps += result.any_error is not None
         self.forward_ms += result.forward_ms
         self.mask_wait_ms += result.mask_wait_ms
         self.sample_ms += result.sample_ms

@@ -40,7 +40,7 @@ class StepTrace:
             "commit_us": time.monotonic_ns() // 1000,
             "forward_ms": round(result.forward_ms, 3),
             "sample_ms": round(result.sample_ms, 3),
-            "error": result.error,
+            "error": result.any_error,
         }
         self._log.write(json.dumps(line).encode() + b"\n")
 

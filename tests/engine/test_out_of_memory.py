@@ -174,6 +174,7 @@ def test_a_prompt_without_memory_costs_nobody_beside_it_a_token(
             assert (await task).ids == expected[name]
         stats = await client.stats()
         assert stats["owned_pages"] == stats["in_flight_pages"] == 0
+        assert stats["steps_failed"] == 6
         assert (await run(client, stream("a"))).ids == expected["a"]
 
     serve(LiveEngine(str(tmp_path / "host"), build_model_runner(config)), undisturbed)
