@@ -292,7 +292,7 @@ class DeviceLauncher:
         try:
             return self._forward_mixed(batch, num_prefill)
         except torch.OutOfMemoryError as error:
-            if self._drafting is not None or num_prefill == lens.shape[0]:
+            if num_prefill == lens.shape[0]:
                 raise
             self._lost = (num_prefill, f"{type(error).__name__}: {error}")
         # Here the error's frames are gone, and what they held.
@@ -442,11 +442,15 @@ class DeviceLauncher:
         if drafting is None:
             return lambda: None
         size = self._bucket(max(num, 1))
+        num_lost, _ = self._lost
+        if num_lost > 0:
+            decode = part_rows(step.forward, num_lost)[1]
+            return self._draft_among_others(drafting, decode, num)
         if self._mixed_rows is None and num == step.forward.row_slots.shape[0]:
             key = ("draft", *self._decoded)
             self._graphs.run(key, partial(self._draft, *self._decoded))
         elif self._mixed_rows is None:
-            return self._draft_among_others(drafting, step)
+            return self._draft_among_others(drafting, step.forward, num)
         else:
             assert step.forward.next_ids is not None, "a model that drafts is told what follows"
             rows, sampled = self._mixed_rows
@@ -459,22 +463,23 @@ class DeviceLauncher:
         return lambda: held[:num].numpy().copy()
 
     def _draft_among_others(
-        self, drafting: DeviceDrafts, step: Step
+        self, drafting: DeviceDrafts, batch: ForwardBatch, num: int
     ) -> Callable[[], NDArray[np.int32] | None]:
-        """After a step of rows of one token, of which some end a chunk and are not sampled: the
-        samples are fewer than the rows, so the forward's rows and not theirs are drafted for."""
-        batch, num = step.forward, len(step.sampling.rows)
+        """After a step of rows of one token, of which some end a chunk and are not sampled, or of
+        whose `num` samples the first are of lost rows: the forward's rows are drafted for."""
+        first = num - batch.sample_rows.shape[0]
         assert batch.next_ids is not None, "a model that drafts is told what follows"
         num_rows = batch.row_slots.shape[0]
         (size, q_len), num_sampled = self._decoded, self._bucket(max(num, 1))
         next_ids = torch.zeros_like(self._token_ids[size])
         next_ids[:num_rows] = self._ring.upload_ints(batch.next_ids)
         places = self._ring.upload_ints(batch.sample_rows).long()
-        next_ids[places] = self._token_ids[num_sampled][:num]
+        next_ids[places] = self._token_ids[num_sampled][first:num]
         rows, every = self.decode_inputs.rows(size, q_len), self._counting[:size]
         drafting.run_decode(size, next_ids.clamp_min(0), rows, self._kv_pool, every)
         held = self._ring.draft_ids(max(num, 1))[:num]
-        held.copy_(drafting.draft_ids[size][places], non_blocking=True)
+        held[:first] = -1
+        held[first:].copy_(drafting.draft_ids[size][places], non_blocking=True)
         return lambda: held.numpy().copy()
 
     def _sample_edited(self, size: int) -> None:

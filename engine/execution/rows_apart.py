@@ -44,6 +44,7 @@ def part_rows(batch: ForwardBatch, num_prefill: int) -> tuple[ForwardBatch, Forw
         row_slots=batch.row_slots[:num_prefill],
         seq_lens=batch.seq_lens[:num_prefill],
         sample_rows=batch.sample_rows[is_prefill],
+        next_ids=None if batch.next_ids is None else batch.next_ids[:cut],
     )
     decode = replace(
         batch,
@@ -54,6 +55,7 @@ def part_rows(batch: ForwardBatch, num_prefill: int) -> tuple[ForwardBatch, Forw
         row_slots=batch.row_slots[num_prefill:],
         seq_lens=batch.seq_lens[num_prefill:],
         sample_rows=batch.sample_rows[~is_prefill] - num_prefill,
+        next_ids=None if batch.next_ids is None else batch.next_ids[cut:],
     )
     return prefill, decode
 

@@ -307,3 +307,76 @@ def test_a_step_of_single_tokens_of_which_some_are_not_sampled_drafts_for_the_ro
             assert result.sampled.drafts.tolist() == wanted
         # The drafting layer's KV too; the device's last page is the padding's.
         torch.testing.assert_close(device.kv_pool[:-1], host.kv_pool, rtol=1e-5, atol=1e-5)
+
+
+def _with_prompt(step: Step, slot: int, token_ids: list[int], *, is_sampled: bool) -> Step:
+    """The same step, with a prompt's tokens in front."""
+    num, old = len(token_ids), step.forward
+    assert old.next_ids is not None
+
+    def front(values: torch.Tensor, *added: int, by: int = 0) -> torch.Tensor:
+        return torch.cat((torch.tensor(added, dtype=torch.int32), values + by))
+
+    sampling = step.sampling
+    return replace(
+        step,
+        forward=replace(
+            old,
+            input_ids=front(old.input_ids, *token_ids),
+            positions=front(old.positions, *range(num)),
+            slot_mapping=front(old.slot_mapping, *((5 + slot) * 16 + at for at in range(num))),
+            row_indptr=front(old.row_indptr, 0, by=num),
+            row_slots=front(old.row_slots, slot),
+            seq_lens=front(old.seq_lens, num),
+            sample_rows=front(old.sample_rows, *([0] if is_sampled else []), by=1),
+            next_ids=front(old.next_ids, *token_ids[1:], -1 if is_sampled else 7),
+        ),
+        sampling=replace(
+            sampling,
+            rows=[*([RowSampling()] if is_sampled else []), *sampling.rows],
+            slots=np.array([*([slot] if is_sampled else []), *sampling.slots], dtype=np.int64),
+            positions=np.zeros(len(sampling.rows) + is_sampled, dtype=np.int64),
+        ),
+    )
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("build", [_device_runner, _folding_runner])
+def test_rows_beside_a_prompt_without_memory_are_drafted_for_as_alone(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[[EngineConfig], DeviceModelRunner],
+    is_sampled: bool,
+) -> None:
+    tiny = write_tiny_deepseek(tmp_path / "tiny", num_nextn_predict_layers=1)
+    config = _config(tiny, load_format="dummy")
+    short, alone = build(config), build(config)
+    for runner in (short, alone):
+        runner.kv_pool.zero_()
+    mixed = short.step_launcher()._mixed
+
+    def short_of_memory(*args: Any) -> torch.Tensor:
+        mixed(*args)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    steps: list[list[_OneToken]] = [
+        [(0, 0, 20, -1), (1, 0, 21, -1)],
+        [(0, 1, 24, -1), (1, 1, 33, 8), (2, 0, 25, -1)],  # one is not sampled
+        [(0, 2, 31, -1), (0, 3, 32, -1), (1, 2, 30, -1)],  # one with a draft
+    ]
+    for number, rows in enumerate(steps):
+        step = _one_token_step(rows, number)
+        with torch.no_grad(), monkeypatch.context() as patch:
+            expected = alone.step_launcher().launch(step)().sampled
+            patch.setattr(short.step_launcher(), "_mixed", short_of_memory)
+            ids = [40 + number, 41, 42, 43, 44]
+            lost = _with_prompt(step, 3, ids, is_sampled=is_sampled)
+            result = short.step_launcher().launch(lost)()
+        found, first = result.sampled, int(is_sampled)
+        assert (result.num_lost, result.lost_error) == (1, "OutOfMemoryError: CUDA out of memory")
+        assert found is not None and expected is not None
+        assert found.token_ids[first:].tolist() == expected.token_ids.tolist()
+        assert found.drafts is not None and expected.drafts is not None
+        assert found.drafts[first:].tolist() == expected.drafts.tolist()
+        for slot in range(3):  # the drafting layer's KV too
+            assert torch.equal(short.kv_pool[5 + slot], alone.kv_pool[5 + slot])
