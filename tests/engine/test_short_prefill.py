@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from benchmarks.gpu.prefill_layer import LayerSizes, PrefillLayers
-from engine.config import EngineConfig
 from engine.execution.device_runner import DeviceModelRunner
 from engine.layers import mla_prefill
 from kernels import mla_workspace
@@ -23,7 +22,7 @@ from kernels.ops.mla_prefill_form import absorbs_prefill
 from kernels.selection import override
 from kernels.step_work import StepWork
 from tests.fakes.attention_by_hand import attention_by_hand
-from tests.fakes.device_runner import device_runner
+from tests.fakes.device_runner import device_runner, tiny_config
 from tests.fakes.paged_driver import PagedDriver
 from tests.fakes.tiny_deepseek import VOCAB_SIZE, write_tiny_deepseek
 
@@ -149,17 +148,7 @@ def test_where_nothing_was_measured_every_row_is_expanded() -> None:
 
 def _runner(directory: Path, *, pieces: bool) -> DeviceModelRunner:
     write_tiny_deepseek(directory)
-    config = EngineConfig(
-        model=str(directory),
-        load_format="dummy",
-        dtype="float32",
-        device="cpu",
-        num_threads=1,
-        page_size=16,
-        kv_pool_tokens=2560,
-        max_slots=5,
-        max_context_len=512,
-    )
+    config = tiny_config(directory, page_size=16, num_pages=160, max_slots=5)
     return device_runner(config, prefill_graphs=pieces, max_tokens=300)
 
 

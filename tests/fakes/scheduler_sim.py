@@ -479,7 +479,7 @@ class Harness:
         )
         self.jobs[job.request_id] = job
         self.live.add(job.request_id)
-        if self.mover is not None:
+        if self.mover is not None and self.mover.takes_heads_first:
             self.mover.know(job.prompt + self.model.generate(job), job.salt)
         return job
 
