@@ -14,9 +14,10 @@ import torch
 
 from benchmarks.gpu.timing import time_calls_us
 from kernels.ops.edit import RowEdits
+from kernels.reference import bitmask as reference_bitmask
 from kernels.reference import draw as reference_draw
 from kernels.reference import edit as reference_edit
-from kernels.triton import draw, edit_rows
+from kernels.triton import bitmask, draw, edit_rows
 
 HBM_TB_S = 4.54
 KINDS = {
@@ -60,6 +61,13 @@ def _edits(num: int, vocab: int, device: str) -> tuple[torch.Tensor, RowEdits]:
     return torch.randn(num, vocab, device=device), edits
 
 
+def _masked(num: int, vocab: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of which one of two forbids half of its tokens."""
+    masks = torch.randint(-(1 << 31), 1 << 31, (num, -(-vocab // 32)), device=device)
+    masks[::2] = -1
+    return torch.randn(num, vocab, device=device), masks.int()
+
+
 def check(vocab: int = 102400, device: str = "cuda") -> Iterator[dict[str, Any]]:
     """Yield one line per case: the share of draws that differ, the error of the edits."""
     for kind in KINDS:
@@ -76,6 +84,11 @@ def check(vocab: int = 102400, device: str = "cuda") -> Iterator[dict[str, Any]]
     found, _ = edit_rows.edit_rows(logits, edits)
     wanted, _ = reference_edit.edit_rows(logits, edits)
     yield {"op": "edit_rows", "rel_error": float((found - wanted).norm() / wanted.norm())}
+    logits, masks = _masked(4, vocab, device)
+    wanted = logits.clone()
+    reference_bitmask.apply_bitmask(wanted, masks)
+    bitmask.apply_bitmask(logits, masks)
+    yield {"op": "apply_bitmask", "rel_error": float((logits != wanted).float().mean())}
 
 
 def bench() -> Iterator[dict[str, Any]]:
@@ -96,6 +109,17 @@ def bench() -> Iterator[dict[str, Any]]:
             plain = functools.partial(reference_draw.draw_tokens, *case_of)
             us = round(time_calls_us([plain] * 2), 1)
             yield {"op": "draw_tokens", "kernel": "reference", "kind": "top_p", **sized, "us": us}
-            edit = functools.partial(edit_rows.edit_rows, *_edits(num, vocab, "cuda"))
-            us = round(time_calls_us([edit] * 4), 1)
-            yield {"op": "edit_rows", "kernel": "triton", **sized, "us": us}
+            yield from _pairs(num, vocab, sized)
+
+
+def _pairs(num: int, vocab: int, sized: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Edits and masks, each beside its reference."""
+    edits, masked = _edits(num, vocab, "cuda"), _masked(num, vocab, "cuda")
+    for op, name, kernel, inputs in (
+        ("edit_rows", "triton", edit_rows.edit_rows, edits),
+        ("edit_rows", "reference", reference_edit.edit_rows, edits),
+        ("apply_bitmask", "triton", bitmask.apply_bitmask, masked),
+        ("apply_bitmask", "reference", reference_bitmask.apply_bitmask, masked),
+    ):
+        us = round(time_calls_us([functools.partial(kernel, *inputs)] * 4), 1)
+        yield {"op": op, "kernel": name, **sized, "us": us}

@@ -7,6 +7,7 @@ One request by itself: its logits, its own sampler row, its own grammar matcher,
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,12 +25,14 @@ from tests.fakes.scripted_runner import Script
 
 @dataclass
 class Answer:
-    """`error_code` None: it ended as `reason` says."""
+    """`error_code` None: it ended as `reason` says. `gaps`: of tokens that somebody else said, how
+    far below the best one's logit each one's is, in deviations of the logits."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[api.TokenLogprobs] = field(default_factory=list)
     reason: api.FinishReason = api.FinishReason.LENGTH
     error_code: str | None = None
+    gaps: list[float] = field(default_factory=list)
 
 
 class PlainLoop:
@@ -50,8 +53,11 @@ class PlainLoop:
         )
         self._compiler: GrammarCompiler | None = None
 
-    def answer(self, wire: api.GenerateRequest) -> Answer:
-        """The whole answer. Requires: the request is sound, its seed said if it needs one."""
+    def answer(self, wire: api.GenerateRequest, said: Sequence[int] | None = None) -> Answer:
+        """The whole answer; with `said`, the tokens that would follow each part of that one.
+
+        Requires: the request is sound, its seed said if it needs one.
+        """
         limits = self._limits
         intake = Intake(limits)
         request = intake.accept(wire, 0)
@@ -59,7 +65,8 @@ class PlainLoop:
         matcher = self._matcher(wire.grammar)
         found = Answer()
         history = request.prompt_ids.tolist()
-        while len(found.ids) < wire.sampling.max_new_tokens:
+        most = wire.sampling.max_new_tokens if said is None else len(said)
+        while len(found.ids) < most:
             bitmask = np.full((1, -(-limits.vocab_size // 32)), -1, np.int32)
             if matcher is not None:
                 is_early = len(found.ids) < wire.sampling.min_new_tokens
@@ -79,6 +86,11 @@ class PlainLoop:
                 found.reason, found.error_code = api.FinishReason.ERROR, "invalid_logits"
                 return found
             found.ids.append(token_id)
+            if said is not None:
+                other = int(said[len(found.ids) - 1])
+                raw = self._script(history)
+                found.gaps.append(float((raw[token_id] - raw[other]) / raw.std()))
+                token_id = other
             history.append(token_id)
             if 0 in sampled.logprobs:
                 found.logprobs.append(sampled.logprobs[0])
