@@ -23,11 +23,11 @@ def apply_bitmask_kernel(logits, masks, vocab, row_stride, mask_stride, BLOCK: t
     tl.store(logits + row * row_stride + v, nothing, mask=forbidden & (v < vocab))
 
 
-# Checked on an H200; not timed there, so by override alone.
+# A quarter of the reference's time (benchmarks/results/gpu_h200_202612.jsonl).
 @register_kernel(
     "apply_bitmask",
     "triton",
-    priority=Priority.TRIAL,
+    priority=Priority.PERFORMANT,
     device="cuda",
     formats={"logits": {"fp32"}},
 )
