@@ -20,9 +20,11 @@ TILE_ROWS = 64
 class MlaWorkspace:
     """Scratch for up to `max_rows` rows of exactly `q_len` query tokens each.
 
-    `plan` int32 (layout: triton/mla_plan.py); `partial_out` fp32 [num_parts + max_rows, padded
-    rows, latent_dim]; `partial_lse` fp32 [num_parts + max_rows, padded rows]. Padded rows are
-    q_len * num_heads rounded up to a multiple of 64.
+    `plan` int32 (layout: triton/mla_plan.py); `partial_out` fp32 [num_parts + max_runs, padded
+    rows, latent_dim]; `partial_lse` fp32 [num_parts + max_runs, padded rows]. Padded rows are
+    q_len * num_heads rounded up to a multiple of 64. `group`: so many rows in turn read pages that
+    they share once, in one tile of queries; 1: each row reads its own. `shared` int32 [groups]: the
+    tiles that each group shares. Runs are those of groups, then those of rows.
     """
 
     max_rows: int
@@ -38,6 +40,12 @@ class MlaWorkspace:
     # a row's last q_len + 15 tokens for older than that; where a step writes more, or where they
     # come from a buffer that each layer fills, it must not.
     may_start_early: bool = True
+    group: int = 1
+    shared: torch.Tensor | None = None
+
+    def num_groups(self, num_rows: int) -> int:
+        """Of so many rows."""
+        return -(-num_rows // self.group) if self.group > 1 else 0
 
     @property
     def num_blocks(self) -> int:
@@ -54,15 +62,19 @@ def make_mla_workspace(
     latent_dim: int = 512,
     num_processors: int | None = None,
     may_start_early: bool = True,
+    group: int = 1,
 ) -> MlaWorkspace:
     """Allocate a workspace; `num_processors` defaults to the device's multiprocessors.
 
     Raises:
-        KernelInputError: if a size is not positive.
+        KernelInputError: if a size is not positive, or a group does not fit a tile of queries.
     """
     for name, size in (("max_rows", max_rows), ("num_heads", num_heads), ("q_len", q_len)):
         if size < 1:
             raise KernelInputError(name, size, "at least 1")
+    if group < 1 or (group > 1 and (q_len > 1 or group * num_heads > TILE_ROWS)):
+        allowed = f"1, or more of one query token each, of {TILE_ROWS} queries in all"
+        raise KernelInputError("group", group, allowed)
     device = torch.device(device)
     if num_processors is None:
         num_processors = 1
@@ -71,15 +83,19 @@ def make_mla_workspace(
     num_blocks = -(-num_heads * q_len // TILE_ROWS)
     num_parts = max(1, num_processors // num_blocks)
     rows = num_blocks * TILE_ROWS
-    slots = num_parts + max_rows
+    num_groups = -(-max_rows // group) if group > 1 else 0
+    max_runs = max_rows + num_groups
+    slots = num_parts + max_runs
     return MlaWorkspace(
         max_rows=max_rows,
         num_heads=num_heads,
         q_len=q_len,
         latent_dim=latent_dim,
         num_parts=num_parts,
-        plan=torch.zeros(num_parts * 8 + 3 * max_rows + 1, dtype=torch.int32, device=device),
+        plan=torch.zeros(num_parts * 8 + 11 * max_runs + 1, dtype=torch.int32, device=device),
         partial_out=torch.empty(slots, rows, latent_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(slots, rows, dtype=torch.float32, device=device),
         may_start_early=may_start_early,
+        group=group,
+        shared=torch.zeros(num_groups, dtype=torch.int32, device=device) if num_groups else None,
     )

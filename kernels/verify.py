@@ -42,6 +42,7 @@ class Verdict:
 NOTHING_TO_COMPARE = {
     "mla_plan": "cases of mla_decode run it",
     "mla_decode_form": "a choice of the engine's, in docs/gpu-kernels.md",
+    "mla_decode_group": "likewise",
     "mla_prefill_form": "likewise",
 }
 # What runs as the reference of a fused family: it, and the parts it calls, all of them references.

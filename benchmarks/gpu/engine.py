@@ -3,11 +3,13 @@
 
     python -m benchmarks.gpu.engine [--weights nvfp4] [--api completions|session] [--out FILE]
                                     [--cases 1x65536x4,8x32768x5,16x65536x4] [--url URL]
-                                    [--gap S] [--arrival S] [--set engine.kv_pool_tokens=N ...]
+                                    [--gap S] [--arrival S] [--shared N]
+                                    [--set engine.kv_pool_tokens=N ...]
 
-Sessions start together, or `--arrival` seconds apart. A context is 4,000 tokens shared by all, then
-tokens of its own; every turn adds `--new` tokens and asks for `--output`, greedy, `--gap` seconds
-after the last. `completions` resends the whole history as token ids, `session` sends the new items
+Sessions start together, or `--arrival` seconds apart. A context is 4,000 tokens shared by all (or
+`--shared`, as forks of one session have), then tokens of its own; every turn adds `--new` tokens
+and asks for `--output`, greedy, `--gap` seconds after the last.
+`completions` resends the whole history as token ids, `session` sends the new items
 alone (text of one byte a token). One JSON line a case: tokens a second of each user (1 / time per
 output token, per turn), output tokens a second of all, in the whole run and while every session is
 in its later turns (`output_tok_s_later`), times to the first token, cold and of later turns, and
@@ -63,6 +65,7 @@ class Load:
     api: str
     gap_s: float = 0.0
     arrival_s: float = 0.0
+    shared: int | None = None  # tokens that all contexts begin with; None: 4,000, or half of one
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,7 +97,9 @@ class User:
         """All turns, one after the other."""
         await asyncio.sleep(self.number * self.load.arrival_s)
         shared, own = random.Random(0), random.Random(f"user {self.number}")
-        num_shared = min(SHARED_TOKENS, self.load.context // 2)
+        num_shared = self.load.shared
+        if num_shared is None:
+            num_shared = min(SHARED_TOKENS, self.load.context // 2)
         first = self.load.context - num_shared
         if self.load.api == "session":
             text = "".join(shared.choices(LETTERS, k=num_shared))
@@ -321,6 +326,7 @@ def loads_of(args: argparse.Namespace) -> list[Load]:
                 api=args.api,
                 gap_s=args.gap,
                 arrival_s=args.arrival,
+                shared=args.shared,
             )
         )
     return loads
@@ -337,11 +343,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=200)
     parser.add_argument("--gap", type=float, default=0.0, help="seconds between turns")
     parser.add_argument("--arrival", type=float, default=0.0, help="seconds between sessions")
+    parser.add_argument("--shared", type=int, help="tokens that all contexts begin with (4000)")
     parser.add_argument("--url", default="", help="a server that is running already")
     parser.add_argument("--set", dest="settings", action="append", default=[], help="its settings")
     parser.add_argument("--trace", action="store_true", help="lines of the engine's steps too")
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
+    shortest = min(load.context for load in loads_of(args))
+    if args.shared is not None and not 0 <= args.shared < shortest:
+        parser.error(f"--shared: got {args.shared}; allowed: 0 to less than {shortest}, a context")
     if args.trace and args.url:
         parser.error("--trace: only for a server that the benchmark starts, without --url")
     return args

@@ -37,6 +37,10 @@ def _mla(sweep: bool) -> Iterator[dict[str, Any]]:
         yield from mla_bench.bench("triton", some)
 
 
+def _shared(sweep: bool) -> Iterator[dict[str, Any]]:
+    yield from mla_bench.bench_shared()
+
+
 def _moe(sweep: bool) -> Iterator[dict[str, Any]]:
     for fmt in ("nvfp4", "mxfp4", "mxint4"):
         yield from moe_bench.check(fmt, [1, 3, 16, 64, 301, 512] if fmt == "nvfp4" else [2, 33])
@@ -90,6 +94,7 @@ def _prefill(sweep: bool) -> Iterator[dict[str, Any]]:
 
 FAMILIES = {
     "mla": _mla,
+    "shared": _shared,
     "moe": _moe,
     "decode": _decode,
     "prefill": _prefill,

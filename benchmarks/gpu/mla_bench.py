@@ -34,7 +34,27 @@ SHAPES = [(bs, ctx, 16, q) for q in (1, 4) for ctx in (8192, 65536) for bs in (1
 ]
 
 
-def _inputs(lens: list[int], heads: int, q_len: int, copies: int, layers: int = 1) -> Any:
+# (batch, context, tokens that all rows begin with)
+SHARED = [
+    (8, 32768, 4096),
+    (16, 65536, 4096),
+    (4, 65536, 61440),
+    (8, 65536, 61440),
+    (16, 65536, 61440),
+    (8, 8192, 6144),
+    (2, 65536, 61440),
+]
+
+
+def _inputs(
+    lens: list[int],
+    heads: int,
+    q_len: int,
+    copies: int,
+    layers: int = 1,
+    shared: int = 0,
+    group: int = 1,
+) -> Any:
     pages_per_row = [-(-n // PAGE) for n in lens]
     total = sum(pages_per_row) * copies
     pool = torch.randn(total, layers, PAGE, LATENT + ROPE, device="cuda", dtype=torch.bfloat16)
@@ -45,11 +65,14 @@ def _inputs(lens: list[int], heads: int, q_len: int, copies: int, layers: int = 
         for row, n in enumerate(pages_per_row):
             tables[copy, row, :n] = order[at : at + n]
             at += n
+    tables[:, 1:, : shared // PAGE] = tables[:, :1, : shared // PAGE]
     slots = torch.arange(len(lens), dtype=torch.int32, device="cuda")
     seq_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
     shape = (len(lens) * q_len, heads, LATENT + ROPE)
     q = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-    workspace = make_mla_workspace(max_rows=len(lens), num_heads=heads, q_len=q_len, device="cuda")
+    workspace = make_mla_workspace(
+        max_rows=len(lens), num_heads=heads, q_len=q_len, device="cuda", group=group
+    )
     mla.plan(workspace, seq_lens, tables[0], slots)
     return pool[:, layers - 1], tables, slots, seq_lens, q, workspace
 
@@ -143,6 +166,41 @@ def bench(kernel: str, shapes: list[tuple[int, int, int, int]]) -> Iterator[dict
         }
         del pool, tables, workspace, calls, own, args
         torch.cuda.empty_cache()
+
+
+def bench_shared() -> Iterator[dict[str, Any]]:
+    """Yield one line per case of rows that begin alike: us a layer where each row reads all it has,
+    and where groups of four read what they share once. The same error against fp32 of both."""
+    for bs, ctx, shared in SHARED:
+        distinct = shared + bs * (ctx - shared)
+        copies = max(2, min(8, -(-(300 << 20) // (distinct * 1152))))
+        line: dict[str, Any] = {"op": "mla_decode", "bs": bs, "ctx": ctx, "shared": shared}
+        for group in (1, 4):
+            torch.manual_seed(bs)
+            pool, tables, slots, seq_lens, q, workspace = _inputs(
+                [ctx - 7 * row for row in range(bs)], 16, 1, copies, 1, shared, group
+            )
+            calls, outs = [], []
+            for copy in range(copies):
+                own = dataclasses.replace(workspace, plan=torch.zeros_like(workspace.plan))
+                mla.plan(own, seq_lens, tables[copy], slots)
+                args = (q, pool, tables[copy], slots, seq_lens, 0.07, LATENT, own)
+                calls.append(functools.partial(mla.decode_hopper, *args))
+                outs.append(calls[-1]())
+            if group > 1:
+                assert workspace.shared is not None
+                line["shared_tiles"] = workspace.shared.tolist()
+            error = relative_error(outs[0], reference(*calls[0].args))
+            replan = functools.partial(mla.plan, own, seq_lens, tables[0], slots)
+            plan_us = time_calls_us([replan] * 20)
+            line[f"us_of_{group}"] = round(time_calls_us(calls), 2)
+            line[f"plan_us_of_{group}"] = round(plan_us, 2)
+            line["rel_error"] = max(line.get("rel_error", 0.0), error)
+            del pool, tables, workspace, calls, own, args, replan
+            torch.cuda.empty_cache()
+        # Each group of four reads its part of what is shared once; what is a row's own, each.
+        read = (-(-bs // 4) * shared + bs * (ctx - shared)) * 1152
+        yield {**line, "floor_us": round(read / HBM_TB_S / 1e6, 1)}
 
 
 def bench_plan() -> dict[str, Any]:

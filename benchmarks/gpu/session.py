@@ -302,6 +302,27 @@ PARTS = (
         command=f"-m benchmarks.gpu.engine --cases 16x65536x4 --trace {SMALL_L2}",
         dry=TINY_TURNS,
     ),
+    *(
+        Part(
+            name=f"forks_{name}",
+            half="forks",
+            limit_s=120,
+            command="-m benchmarks.gpu.engine --cases 8x65536x3 --shared 61440 --trace"
+            f" {SMALL_L2} {setting}",
+            dry=f"{TINY_TURNS} --shared 100",
+        )
+        for name, setting in (
+            ("grouped", ""),
+            ("apart", "--set engine.kernels=mla_decode_group=apart"),
+        )
+    ),
+    Part(
+        name="shared",
+        half="forks",
+        limit_s=100,
+        command="-m benchmarks.gpu.kernels --only shared",
+        dry="-m benchmarks.gpu.session --check-sampling",
+    ),
     Part(
         name="lone_tests",
         half="lone",
@@ -356,7 +377,7 @@ def run_part(part: Part, out: pathlib.Path, is_dry: bool) -> dict[str, Any]:
     log = out / f"{part.name}.log"
     command = [sys.executable, *(part.dry if is_dry else part.command).split()]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    if is_dry and part.name in ("kernels", "moe_few"):
+    if is_dry and part.name in ("kernels", "moe_few", "shared"):
         environment["TRITON_INTERPRET"] = "1"
     start = time.monotonic()
     with log.open("wb") as sink:

@@ -39,7 +39,7 @@ import torch
 
 from engine import api
 from engine.client import EngineClient
-from engine.config import TiersConfig
+from engine.config import GrammarConfig, TiersConfig
 from engine.errors import EngineError
 from engine.loop.event_loop import RunAhead
 from engine.loop.heart import Keeper
@@ -187,6 +187,10 @@ class Run:
         return Talk(self, number)
 
     @property
+    def _grammar_budget_ms(self) -> int:
+        return GrammarConfig().budget_ms
+
+    @property
     def _store_bytes(self) -> int:
         return 1 << 20
 
@@ -263,6 +267,7 @@ class Run:
             max_waiting=setting.max_waiting,
             keep_outputs_bytes=setting.keep_outputs_bytes,
             vocabulary=self.vocabulary,
+            grammar=GrammarConfig(budget_ms=self._grammar_budget_ms),
             tiers=TiersConfig(
                 l2_bytes=shape.num_bytes + 4096 if num else 0,
                 l3_wait_ms=setting.l3_wait_ms,

@@ -21,7 +21,7 @@ from engine.weights.reader import WeightReader
 from kernels.mla_workspace import MlaWorkspace, make_mla_workspace
 from kernels.ops.linear import linear, norm_linear
 from kernels.ops.mla import plan_mla_decode
-from kernels.ops.mla_decode_form import FoldForm, fold_forms
+from kernels.ops.mla_decode_form import FoldForm, fold_forms, rows_of_group
 from kernels.ops.norm import rms_norm
 from kernels.ops.sampling import argmax
 from kernels.ops.step_ids import embed_rows
@@ -44,6 +44,7 @@ class DeepseekForCausalLM:
         self._pool_layers: tuple[torch.Tensor | None, tuple[torch.Tensor, ...]] = (None, ())
         self._options = options
         self._workspaces: dict[int, MlaWorkspace] = {}  # by q_len
+        self._group = 0  # rows of one token that share a workspace's tile of queries; 0: unknown
         self._workspace(1)
 
     @classmethod
@@ -97,7 +98,7 @@ class DeepseekForCausalLM:
     ) -> torch.Tensor:
         """Write the step's latents and return logits fp32 [S, vocab_size] (a new tensor)."""
         stack = self._stack
-        self._plan_decode_rows(rows)
+        self._plan_decode_rows(rows, kv_pool)
         residual = embed_rows(stack.embedding, input_ids, self._dtype)
         pools, work = self._layers_of(kv_pool), StepWork()
         for index, layer in enumerate(stack.layers):
@@ -121,7 +122,7 @@ class DeepseekForCausalLM:
         """See `PiecewiseModel`."""
         stack, pieces, num = self._stack, self._pieces, input_ids.shape[0]
         assert pieces is not None, "prepare_pieces came first"
-        self._plan_decode_rows(rows)
+        self._plan_decode_rows(rows, kv_pool)
         pieces.begin(input_ids, num_padded)
         pools, work = self._layers_of(kv_pool), StepWork()
         for index, layer in enumerate(stack.layers):
@@ -142,14 +143,25 @@ class DeepseekForCausalLM:
         run(len(stack.layers), partial(pieces.run, len(stack.layers), num_padded))
         return self._logits(pieces.residual(num), rows, sample_rows)
 
-    def _plan_decode_rows(self, rows: StepRows) -> None:
+    def _plan_decode_rows(self, rows: StepRows, kv_pool: torch.Tensor) -> None:
         cut, folded = rows.num_prefill_rows, rows.folded
+        if not self._group:
+            self._group_rows(kv_pool)
         if folded is not None:
             workspace = self._workspace(folded.q_len)
             plan_mla_decode(workspace, folded.seq_lens, rows.page_table, folded.row_slots)
         elif cut < rows.row_slots.shape[0]:
             seq_lens, slots = rows.seq_lens[cut:], rows.row_slots[cut:]
             plan_mla_decode(self._workspace(1), seq_lens, rows.page_table, slots)
+
+    def _group_rows(self, kv_pool: torch.Tensor) -> None:
+        """Once the pool is there, in a run before any capture: whether rows of one token read what
+        they share once."""
+        config, layer = self.config, self._layers_of(kv_pool)[0]
+        sizes = (config.num_heads, config.latent_dim, config.rope_dim, self._dtype)
+        self._group = rows_of_group(*sizes, layer)
+        if self._group > 1:
+            del self._workspaces[1]
 
     def _workspace(self, q_len: int) -> MlaWorkspace:
         """Made when first asked for: a graph's, in the runs before its capture."""
@@ -161,6 +173,7 @@ class DeepseekForCausalLM:
                 q_len=q_len,
                 device=self._options.device,
                 latent_dim=self.config.latent_dim,
+                group=max(1, self._group) if q_len == 1 else 1,
             )
         return found
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens of a sequence make a row of `mla_decode`, by the query rows its tiles hold.
+"""How many tokens of a sequence make a row of `mla_decode`, by the query rows its tiles hold; rows
+that read nothing together.
 
 Does not know: attention.
 """
@@ -38,3 +39,9 @@ def fill_tiles(num_heads: int, kv: str) -> tuple[FoldForm, ...]:
     one_token = max(1.0, EACH_TILE * cdiv(num_heads, TILE_ROWS))
     costs = ((q_len, max(FULL_TILE, EACH_TILE * num)) for num, q_len in largest.items())
     return tuple(FoldForm(q_len, cost / one_token) for q_len, cost in costs)
+
+
+@register_kernel("mla_decode_group", "apart", priority=Priority.PORTABLE)
+def rows_apart(num_heads: int) -> int:
+    """Each row reads all it has."""
+    return 1

@@ -20,9 +20,11 @@ from kernels.signature import CallSignature
 from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.boxes import boxes
 from kernels.triton.mla_decode import mla_decode_kernel
-from kernels.triton.mla_plan import mla_merge_kernel, mla_plan_kernel
+from kernels.triton.mla_plan import mla_merge_kernel, mla_plan_kernel, mla_shared_kernel
 
 TILE = 64
+# Fewer tiles that a group shares are read by each row: a run more costs each row a partial result.
+LEAST_SHARED = 16
 LOG2_E = math.log2(math.e)
 
 
@@ -61,21 +63,40 @@ def plan(
     page_table: torch.Tensor,
     row_slots: torch.Tensor,
 ) -> None:
-    """One tiny program; see triton/mla_plan.py."""
-    rows_pad = next_power_of_2(workspace.max_rows)
+    """One tiny program, behind one a group where rows are grouped; see triton/mla_plan.py."""
+    num_rows, shared = seq_lens.shape[0], workspace.shared
+    num_groups = workspace.num_groups(num_rows)
+    if shared is not None:
+        mla_shared_kernel[(num_groups,)](
+            seq_lens,
+            page_table,
+            row_slots,
+            shared,
+            num_rows,
+            page_table.stride(0),
+            TILE=TILE,
+            GROUP=workspace.group,
+            CHUNK=1024,
+            LEAST=LEAST_SHARED,
+            num_warps=4,
+        )
+    spans_pad = next_power_of_2(workspace.max_rows + workspace.num_groups(workspace.max_rows))
     mla_plan_kernel[(1,)](
         seq_lens,
         page_table,
         row_slots,
+        workspace.plan if shared is None else shared,
         workspace.plan,
-        seq_lens.shape[0],
+        num_rows,
+        num_groups,
         page_table.stride(0),
         TILE=TILE,
         Q_LEN=workspace.q_len,
+        GROUP=workspace.group,
         NUM_PARTS=workspace.num_parts,
         PARTS_PAD=next_power_of_2(workspace.num_parts),
-        ROWS_PAD=rows_pad,
-        CHUNK=min(32, rows_pad),
+        SPANS_PAD=spans_pad,
+        CHUNK=min(32, spans_pad),
         num_warps=8,
     )
     workspace.plan_is_fresh = True
@@ -94,9 +115,11 @@ def merge(out: torch.Tensor, workspace: MlaWorkspace, num_rows: int, pdl: bool) 
         out,
         workspace.plan,
         num_rows,
+        workspace.num_groups(num_rows),
         ROWS=rows,
         ROWS_PAD=workspace.num_blocks * TILE_ROWS,
         D=workspace.latent_dim,
+        GROUP=workspace.group,
         NUM_PARTS=workspace.num_parts,
         BLOCK_P=block_p,
         BLOCK_D=block_d,
@@ -146,7 +169,7 @@ def attend_portable(
     num_rows = row_slots.shape[0]
     kv = pool_views(kv_pool_layer, latent_dim, q.shape[-1] - latent_dim)
     is_fp8 = kv_pool_layer.dtype == torch.uint8
-    rows = workspace.q_len * workspace.num_heads
+    rows = workspace.q_len * workspace.num_heads * workspace.group
     block_m = min(64, max(64 if is_fp8 else 16, next_power_of_2(rows)))
     out = torch.empty(*q.shape[:2], latent_dim, dtype=q.dtype, device=q.device)
     pdl = use_pdl(q.device)
@@ -161,6 +184,7 @@ def attend_portable(
         workspace.partial_out,
         workspace.partial_lse,
         num_rows,
+        workspace.num_groups(num_rows),
         page_table.stride(0),
         *(stride for _, stride in kv),
         softmax_scale * LOG2_E,
@@ -168,6 +192,7 @@ def attend_portable(
         Q_LEN=workspace.q_len,
         D=latent_dim,
         R=q.shape[-1] - latent_dim,
+        GROUP=workspace.group,
         NUM_PARTS=workspace.num_parts,
         ROWS_PAD=workspace.num_blocks * TILE_ROWS,
         BLOCK_M=block_m,
@@ -235,7 +260,7 @@ def attend_hopper(
     """Partial results into the workspace; returned are the rows that one part held whole."""
     from kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel
 
-    width = q.shape[-1]
+    width, num_rows = q.shape[-1], row_slots.shape[0]
     num_pages = kv_pool_layer.shape[0]
     page_rows = kv_pool_layer.stride(0) // width
     kv_rows = (num_pages - 1) * page_rows + TILE
@@ -259,10 +284,13 @@ def attend_hopper(
         workspace.partial_lse,
         page_table.stride(0),
         page_rows,
+        num_rows,
+        workspace.num_groups(num_rows),
         softmax_scale * LOG2_E,
         H=workspace.num_heads,
         Q_LEN=workspace.q_len,
         D=latent_dim,
+        GROUP=workspace.group,
         NUM_PARTS=workspace.num_parts,
         ROWS_PAD=workspace.num_blocks * TILE_ROWS,
         TILE=TILE,

@@ -3,8 +3,8 @@
 
 Owns: one part's run of tiles (see mla_plan.py). Does not know: how the run was chosen.
 Query tokens and heads of a row are folded into the M axis of one tile: row `r` is query token
-`r // H`, head `r % H`. Runs in the interpreter in fp32; on NVIDIA GPUs it is the fallback of the
-Hopper kernel.
+`r // H`, head `r % H`; likewise those of rows that share tiles. Runs in the interpreter in fp32; on
+NVIDIA GPUs it is the fallback of the Hopper kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from kernels._triton import gdc_launch_dependents, tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def mla_decode_kernel(
     q,
     kv,
@@ -26,6 +26,7 @@ def mla_decode_kernel(
     partial_out,
     partial_lse,
     num_rows,
+    num_groups,
     page_table_stride,
     page_stride,
     scale_page_stride,
@@ -35,6 +36,7 @@ def mla_decode_kernel(
     Q_LEN: tl.constexpr,
     D: tl.constexpr,
     R: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -55,6 +57,7 @@ def mla_decode_kernel(
     tile = tl.load(plan + part * 8 + 1)
     remaining = tl.load(plan + part * 8 + 2)
     indptr = plan + NUM_PARTS * 8
+    spans = indptr + (num_groups + num_rows) * 3 + 1
     rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, D)
     e = tl.arange(0, R)
@@ -63,10 +66,21 @@ def mla_decode_kernel(
         row_start = tl.load(indptr + b)
         num_tiles = tl.load(indptr + b + 1) - row_start
         stop = tl.minimum(num_tiles, tile + remaining)
-        seq_len = tl.load(seq_lens + b)
-        pages = page_table + tl.load(row_slots + b).to(tl.int64) * page_table_stride
-        q_rows = (b.to(tl.int64) * ROWS + rows) * (D + R)
-        in_rows = rows < ROWS
+        if GROUP > 1:
+            span = spans + b * 8
+            pages = page_table + tl.load(span).to(tl.int64) * page_table_stride
+            pages += tl.load(span + 1)
+            seq_len = tl.load(span + 2)  # from the span's first tile on
+            query = tl.load(span + 3)
+            in_rows = rows < tl.load(span + 4) * H
+            is_part = tl.load(span + 5)
+        else:
+            pages = page_table + tl.load(row_slots + b).to(tl.int64) * page_table_stride
+            seq_len = tl.load(seq_lens + b)
+            query = b
+            in_rows = rows < ROWS
+            is_part = 0
+        q_rows = (query.to(tl.int64) * ROWS + rows) * (D + R)
         q_d = tl.load(q + q_rows[:, None] + d[None, :], mask=in_rows[:, None], other=0.0)
         q_e = tl.load(q + q_rows[:, None] + D + e[None, :], mask=in_rows[:, None], other=0.0)
         limit = seq_len - Q_LEN + 1 + rows // H
@@ -109,8 +123,8 @@ def mla_decode_kernel(
             m_i = m_new
         inv = 1.0 / tl.where(l_i > 0.0, l_i, 1.0)  # no KV: acc is zero anyway
         acc = acc * inv[:, None]
-        if (stop - tile) == num_tiles:
-            o = (b.to(tl.int64) * ROWS + rows) * D
+        if ((stop - tile) == num_tiles) & (is_part == 0):
+            o = (query.to(tl.int64) * ROWS + rows) * D
             tl.store(
                 out + o[:, None] + d[None, :],
                 acc.to(out.dtype.element_ty),

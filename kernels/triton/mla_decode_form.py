@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether Hopper's decode kernels are given several tokens of a sequence as one row.
+"""Whether Hopper's decode kernels are given several tokens of a sequence as one row, or read what
+rows share once.
 
 Does not know: attention.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kernels.mla_workspace import TILE_ROWS
 from kernels.ops.mla_decode_form import FoldForm
 from kernels.portable.mla_decode_form import fill_tiles
 from kernels.registry import Priority, register_kernel
@@ -42,3 +44,17 @@ def fill_tiles_of_hopper(num_heads: int, kv: str) -> tuple[FoldForm, ...]:
     """As `folded`; a CPU and fp32 keep rows of one token, whose bits do not hang on drafts."""
     fixed = FIXED_FP8 if kv == "fp8_planes" else FIXED
     return tuple(replace(form, fixed=fixed) for form in fill_tiles(num_heads, kv))
+
+
+@register_kernel(
+    "mla_decode_group",
+    "tile_of_hopper",
+    priority=Priority.PERFORMANT,
+    device="cuda",
+    min_sm=(9, 0),
+    formats={"q": {"bf16"}, "kv": {"bf16"}},
+    refuses=refuse_hopper,
+)
+def fill_a_tile_of_hopper(num_heads: int) -> int:
+    """As many rows as a tile has queries for: the tile is multiplied as a whole anyway."""
+    return max(1, TILE_ROWS // num_heads)

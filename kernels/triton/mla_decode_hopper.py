@@ -25,11 +25,17 @@ tma = hopper.tma
 
 
 @gluon.jit
-def _next_row(plan, b, remaining, NUM_PARTS: gl.constexpr):
-    """Tiles of row b, and how many of them this part still takes from its start."""
+def _next_span(plan, b, remaining, NUM_PARTS: gl.constexpr):
+    """Tiles of span b, and how many of them this part still takes from its start."""
     indptr = plan + NUM_PARTS * 8
     num_tiles = gl.load(indptr + b + 1) - gl.load(indptr + b)
     return num_tiles, gl.minimum(num_tiles, remaining)
+
+
+@gluon.jit
+def _span(plan, b, num_spans, NUM_PARTS: gl.constexpr):
+    """Where the plan says more of span b; there where rows are grouped."""
+    return plan + (NUM_PARTS * 8 + 1) + num_spans * 3 + b * 8
 
 
 @gluon.jit
@@ -78,11 +84,13 @@ def _produce(
     plan,
     page_table_stride,
     page_rows,
+    num_spans,
     m_block,
     part,
     H: gl.constexpr,
     Q_LEN: gl.constexpr,
     D: gl.constexpr,
+    GROUP: gl.constexpr,
     NUM_PARTS: gl.constexpr,
     TILE: gl.constexpr,
     STAGES: gl.constexpr,
@@ -98,12 +106,13 @@ def _produce(
     slot = gl.load(record + 4)
     page = gl.load(record + 5)
     settled = gl.load(record + 6)
+    offset = gl.load(record + 7)
     stop = gl.minimum(num_tiles, tile + remaining)
     step = 0
     segment = 0
     first = tile
     if USE_PDL:
-        pages = page_table + slot.to(gl.int64) * page_table_stride
+        pages = page_table + slot.to(gl.int64) * page_table_stride + offset
         ahead = gl.minimum(gl.minimum(stop, tile + STAGES), settled)
         for j in range(tile, ahead):
             _load_tile(
@@ -125,10 +134,13 @@ def _produce(
         first += step
         gdc_wait()
     while remaining > 0:
-        pages = page_table + slot.to(gl.int64) * page_table_stride
+        pages = page_table + slot.to(gl.int64) * page_table_stride + offset
+        query = b
+        if GROUP > 1:
+            query = gl.load(_span(plan, b, num_spans, NUM_PARTS) + 3)
         mbarrier.wait(q_empty, (segment & 1) ^ 1)
         mbarrier.expect(q_full, (D + 64) * 64 * 2)
-        q_row = b * (H * Q_LEN) + m_block * 64
+        q_row = query * (H * Q_LEN) + m_block * 64
         tma.async_copy_global_to_shared(q_rope_desc, [q_row, D], q_full, q_rope)
         tma.async_copy_global_to_shared(q_lo_desc, [q_row, 0], q_full, q_lo)
         tma.async_copy_global_to_shared(q_lo_desc, [q_row, D // 2], q_full, q_hi)
@@ -155,9 +167,14 @@ def _produce(
         first = tile
         segment += 1
         if remaining > 0:
-            num_tiles, stop = _next_row(plan, b, remaining, NUM_PARTS)
-            slot = gl.load(row_slots + b)
-            page = gl.load(page_table + slot.to(gl.int64) * page_table_stride)
+            num_tiles, stop = _next_span(plan, b, remaining, NUM_PARTS)
+            if GROUP > 1:
+                span = _span(plan, b, num_spans, NUM_PARTS)
+                slot = gl.load(span)
+                offset = gl.load(span + 1)
+            else:
+                slot = gl.load(row_slots + b)
+            page = gl.load(page_table + slot.to(gl.int64) * page_table_stride + offset)
 
 
 @gluon.jit
@@ -249,10 +266,12 @@ def _score(
     plan,
     partial_lse,
     scale_log2,
+    num_spans,
     m_block,
     part,
     H: gl.constexpr,
     Q_LEN: gl.constexpr,
+    GROUP: gl.constexpr,
     NUM_PARTS: gl.constexpr,
     ROWS_PAD: gl.constexpr,
     TILE: gl.constexpr,
@@ -280,8 +299,16 @@ def _score(
     segment = 0
     zero = gl.zeros([64, TILE], gl.float32, layout=layout)
     while remaining > 0:
-        # Row 0 sees least: tiles before its limit need no mask.
-        seq_len = gl.load(seq_lens + b)
+        num_queries = ROWS
+        is_part = b * 0
+        if GROUP > 1:
+            span = _span(plan, b, num_spans, NUM_PARTS)
+            seq_len = gl.load(span + 2)  # from the span's first tile on
+            num_queries = gl.load(span + 4) * H
+            is_part = gl.load(span + 5)
+        else:
+            seq_len = gl.load(seq_lens + b)
+        # Row 0 sees least: tiles before its limit need no mask. What a group shares, all see.
         first_limit = seq_len - Q_LEN + 1
         limit = first_limit + rows // H
         m_i = gl.full([64], float("-inf"), gl.float32, layout=row_layout)
@@ -326,16 +353,16 @@ def _score(
         factor.store(1.0 / gl.where(l_i > 0.0, l_i, 1.0))  # no KV: the output is zero anyway
         mbarrier.arrive(p_full, count=1)
         event += 1
-        if (stop - tile) != num_tiles:
+        if (stop - tile != num_tiles) | (is_part != 0):
             lse = gl.where(l_i > 0.0, m_i + gl.log2(l_i), float("-inf"))
             at = (part + b).to(gl.int64) * ROWS_PAD + rows
-            gl.store(partial_lse + at, lse, mask=rows < ROWS)
+            gl.store(partial_lse + at, lse, mask=rows < num_queries)
         remaining -= stop - tile
         b += 1
         tile = 0
         segment += 1
         if remaining > 0:
-            num_tiles, stop = _next_row(plan, b, remaining, NUM_PARTS)
+            num_tiles, stop = _next_span(plan, b, remaining, NUM_PARTS)
 
 
 @gluon.jit
@@ -350,10 +377,13 @@ def _accumulate(
     plan,
     out,
     partial_out,
+    num_spans,
     m_block,
     part,
+    H: gl.constexpr,
     ROWS: gl.constexpr,
     D: gl.constexpr,
+    GROUP: gl.constexpr,
     NUM_PARTS: gl.constexpr,
     ROWS_PAD: gl.constexpr,
     STAGES: gl.constexpr,
@@ -368,7 +398,6 @@ def _accumulate(
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     rows = m_block * 64 + gl.arange(0, 64, layout=row_layout)
     cols = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    keep = (rows < ROWS)[:, None]
     if USE_PDL:
         gdc_wait()
     record = plan + part * 8
@@ -396,8 +425,17 @@ def _accumulate(
         acc = acc * factor.load(row_layout)[:, None]
         mbarrier.arrive(p_empty, count=1)
         event += 1
-        if (stop - tile) == num_tiles:
-            o = (b.to(gl.int64) * ROWS + rows) * D
+        query = b
+        num_queries = ROWS
+        is_part = b * 0
+        if GROUP > 1:
+            span = _span(plan, b, num_spans, NUM_PARTS)
+            query = gl.load(span + 3)
+            num_queries = gl.load(span + 4) * H
+            is_part = gl.load(span + 5)
+        keep = (rows < num_queries)[:, None]
+        if (stop - tile == num_tiles) & (is_part == 0):
+            o = (query.to(gl.int64) * ROWS + rows) * D
             gl.store(out + o[:, None] + cols[None, :], acc.to(out.dtype.element_ty), mask=keep)
         else:
             o = ((part + b).to(gl.int64) * ROWS_PAD + rows) * D
@@ -406,11 +444,14 @@ def _accumulate(
         b += 1
         tile = 0
         if remaining > 0:
-            num_tiles, stop = _next_row(plan, b, remaining, NUM_PARTS)
+            num_tiles, stop = _next_span(plan, b, remaining, NUM_PARTS)
 
 
 @quick_launch
-@gluon.jit(do_not_specialize_on_alignment=["row_slots", "seq_lens"])
+@gluon.jit(
+    do_not_specialize=["num_rows", "num_groups"],
+    do_not_specialize_on_alignment=["row_slots", "seq_lens"],
+)
 def mla_decode_hopper_kernel(
     q_lo_desc,
     q_rope_desc,
@@ -425,10 +466,13 @@ def mla_decode_hopper_kernel(
     partial_lse,
     page_table_stride,
     page_rows,
+    num_rows,
+    num_groups,
     scale_log2,
     H: gl.constexpr,
     Q_LEN: gl.constexpr,
     D: gl.constexpr,
+    GROUP: gl.constexpr,
     NUM_PARTS: gl.constexpr,
     ROWS_PAD: gl.constexpr,
     TILE: gl.constexpr,
@@ -440,6 +484,7 @@ def mla_decode_hopper_kernel(
     HALF: gl.constexpr = D // 2
     m_block = gl.program_id(0)
     part = gl.program_id(1)
+    num_spans = num_rows + num_groups
     q_lo = gl.allocate_shared_memory(gl.bfloat16, [64, HALF], q_lo_desc.layout)
     q_hi = gl.allocate_shared_memory(gl.bfloat16, [64, HALF], q_lo_desc.layout)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [64, 64], q_rope_desc.layout)
@@ -485,10 +530,12 @@ def mla_decode_hopper_kernel(
                     plan,
                     partial_lse,
                     scale_log2,
+                    num_spans,
                     m_block,
                     part,
                     H,
                     Q_LEN,
+                    GROUP,
                     NUM_PARTS,
                     ROWS_PAD,
                     TILE,
@@ -509,10 +556,13 @@ def mla_decode_hopper_kernel(
                     plan,
                     out,
                     partial_out,
+                    num_spans,
                     m_block,
                     part,
+                    H,
                     H * Q_LEN,
                     D,
+                    GROUP,
                     NUM_PARTS,
                     ROWS_PAD,
                     STAGES,
@@ -533,10 +583,13 @@ def mla_decode_hopper_kernel(
                     plan,
                     out,
                     partial_out,
+                    num_spans,
                     m_block,
                     part,
+                    H,
                     H * Q_LEN,
                     D,
+                    GROUP,
                     NUM_PARTS,
                     ROWS_PAD,
                     STAGES,
@@ -566,11 +619,13 @@ def mla_decode_hopper_kernel(
                     plan,
                     page_table_stride,
                     page_rows,
+                    num_spans,
                     m_block,
                     part,
                     H,
                     Q_LEN,
                     D,
+                    GROUP,
                     NUM_PARTS,
                     TILE,
                     STAGES,

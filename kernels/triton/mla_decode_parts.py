@@ -10,6 +10,7 @@ Weights are asked for before the kernel in front has ended (programmatic depende
 from __future__ import annotations
 
 from kernels._triton import gdc_launch_dependents, gdc_wait, tl, triton
+from kernels.triton.mla_plan import parts_of_row
 from kernels.triton.quick_launch import quick_launch
 from kernels.triton.row_kernels import store_latent
 
@@ -114,7 +115,7 @@ def mla_absorb_kernel(
 
 
 @quick_launch
-@triton.jit(do_not_specialize_on_alignment=["places"])
+@triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["places"])
 def mla_merge_values_kernel(
     attended,
     partial_out,
@@ -124,12 +125,14 @@ def mla_merge_values_kernel(
     out,
     places,
     num_rows,
+    num_groups,
     num_tokens,
     H: tl.constexpr,
     Q_LEN: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     D: tl.constexpr,
     V: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -152,14 +155,14 @@ def mla_merge_values_kernel(
     d = piece * BLOCK_D + tl.arange(0, BLOCK_D)
     v = tl.arange(0, V)
     w = tl.load(w_uv + (head * V + v)[:, None] * D + d[None, :])
-    indptr = plan + NUM_PARTS * 8
-    first = tl.load(indptr + num_rows + 1 + b * 2)
-    num = tl.load(indptr + num_rows + 1 + b * 2 + 1)
+    shared_slot, num_shared, slot, num_own = parts_of_row(
+        plan, b, num_rows, num_groups, NUM_PARTS, GROUP
+    )
+    num = num_shared + num_own
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
     if num > 1:
-        slot = first + b
         p = tl.arange(0, BLOCK_P)
         top = float("-inf")
         norm = 0.0
@@ -167,6 +170,9 @@ def mla_merge_values_kernel(
         for p0 in range(0, num, BLOCK_P):
             live = p0 + p < num
             at = (slot + p0 + p).to(tl.int64) * ROWS_PAD + r
+            if GROUP > 1:
+                among = (shared_slot + p0 + p).to(tl.int64) * ROWS_PAD + b % GROUP * H + r
+                at = tl.where(p0 + p < num_shared, among, at - num_shared * ROWS_PAD)
             lse = tl.load(partial_lse + at, mask=live, other=float("-inf"))
             part_at = partial_out + at[:, None] * D + d[None, :]
             part = tl.load(part_at, mask=live[:, None], other=0.0)

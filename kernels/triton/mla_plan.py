@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split-KV work list and merge of partial results, shared by every MLA decode kernel.
 
-Owns: cutting the concatenated KV tiles of a batch into equal runs, one per part (a resident
-program), and folding the partial outputs of a row that several parts worked on. Does not know:
-how a part computes its tiles.
+Owns: what rows share, cutting the concatenated KV tiles of a batch into equal runs, one per part (a
+resident program), and folding the partial outputs of a row that several parts worked on. Does not
+know: how a part computes its tiles.
 
-Plan layout, int32, `[num_parts * 8 + 3 * max_rows + 1]`, written on the device, valid for every
-layer of one step: per part (row, first tile in the row, tiles, tiles of the row, slot of the row,
-page of the first tile, tiles of the row without this step's tokens, 0), so that a part reads its
-start in one access; then `tile_indptr[num_rows + 1]`; then per row (its first part, its number of
-parts). Part `p` works on global tiles `[p * quota, (p + 1) * quota)`; its partial result for row
-`b` lies in slot `p + b`: along the list each step raises p or b by one, so slots never collide
-and `num_parts + num_rows` of them are enough.
-Source: the tile scheduler of FlashMLA (contiguous runs over requests) and LSE merging of split-KV
-attention (FlashDecoding).
+The list is of spans: where rows are grouped, one a group of the tiles that its rows share, then one
+a row of what is its own; else one a row. A span of a group has the queries of all its rows.
+
+Plan layout, int32, `[num_parts * 8 + 11 * max_spans + 1]`, written on the device, valid for every
+layer of one step: per part (span, first tile in the span, tiles, tiles of the span, slot of the
+row, page of the first tile, tiles of the span without this step's tokens, the span's first tile in
+its row), so that a part reads its start in one access; then `tile_indptr[num_spans + 1]`; then per
+span (its first part, its number of parts); then, where rows are grouped, per span (slot, its first
+tile in the row, tokens, first query token, query tokens, whether its result is one of several, 0,
+0). Part `p` works on global tiles `[p * quota, (p + 1) * quota)`; its partial result for span `b`
+lies in slot `p + b`: along the list each step raises p or b by one, so slots never collide and
+`num_parts + num_spans` of them are enough.
+Source: the tile scheduler of FlashMLA (contiguous runs over requests), LSE merging of split-KV
+attention (FlashDecoding), shared prefixes read once (Hydragen, arXiv 2402.05099).
 """
 
 from __future__ import annotations
@@ -23,78 +28,186 @@ from kernels.triton.quick_launch import quick_launch
 
 
 @quick_launch
-@triton.jit(do_not_specialize_on_alignment=["seq_lens", "row_slots"])
+@triton.jit(
+    do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["seq_lens", "row_slots"]
+)
+def mla_shared_kernel(
+    seq_lens,
+    page_table,
+    row_slots,
+    shared,
+    num_rows,
+    page_table_stride,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LEAST: tl.constexpr,
+):
+    """Program g: shared[g], the leading tiles that all rows of group g with KV have in common, this
+    step's tokens not among them; 0 if they are fewer than LEAST or there is one row."""
+    first = tl.program_id(0) * GROUP
+    num_live = 0
+    bound = 1 << 30
+    for i in tl.static_range(GROUP):
+        length = tl.load(seq_lens + first + i, mask=first + i < num_rows, other=0)
+        num_live += (length > 0).to(tl.int32)
+        bound = tl.minimum(bound, tl.where(length > 0, (length - 1) // TILE, bound))
+    length = tl.load(seq_lens + first)
+    if (num_live < 2) | (length == 0):
+        bound = 0
+    slot = tl.load(row_slots + first).to(tl.int64)
+    t = tl.arange(0, CHUNK)
+    common = bound
+    for start in range(0, bound, CHUNK):
+        at = start + t
+        keep = at < bound
+        page = tl.load(page_table + slot * page_table_stride + at, mask=keep, other=0)
+        for i in tl.static_range(1, GROUP):
+            is_row = first + i < num_rows
+            live = tl.load(seq_lens + first + i, mask=is_row, other=0) > 0
+            other = tl.load(row_slots + first + i, mask=is_row, other=0).to(tl.int64)
+            theirs = tl.load(page_table + other * page_table_stride + at, mask=keep, other=0)
+            parts_ways = keep & live & (theirs != page)
+            common = tl.minimum(common, tl.min(tl.where(parts_ways, at, bound), axis=0))
+    tl.store(shared + tl.program_id(0), tl.where(common < LEAST, 0, common))
+
+
+@triton.jit
+def _span(span, seq_lens, shared, num_rows, num_groups, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """(tiles, first tile in the row, tokens, row) of spans. A row without KV still gets one (fully
+    masked) tile."""
+    if GROUP == 1:
+        lens = tl.load(seq_lens + span, mask=span < num_rows, other=0)
+        tiles = tl.maximum((lens + TILE - 1) // TILE, 1)
+        return tl.where(span < num_rows, tiles, 0), lens * 0, lens, span
+    is_group = span < num_groups
+    is_row = (span >= num_groups) & (span < num_groups + num_rows)
+    row = tl.where(is_group, span * GROUP, span - num_groups)
+    lens = tl.load(seq_lens + row, mask=is_row, other=0)
+    common = tl.load(shared + row // GROUP, mask=is_group | is_row, other=0)
+    offset = tl.where(lens > 0, common, 0)
+    own = tl.maximum((lens + TILE - 1) // TILE, 1) - offset
+    tiles = tl.where(is_group, common, tl.where(is_row, own, 0))
+    return tiles, offset, tl.where(is_group, common * TILE, lens - offset * TILE), row
+
+
+@quick_launch
+@triton.jit(
+    do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["seq_lens", "row_slots"]
+)
 def mla_plan_kernel(
     seq_lens,
     page_table,
     row_slots,
+    shared,
     plan,
     num_rows,
+    num_groups,
     page_table_stride,
     TILE: tl.constexpr,
     Q_LEN: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr,
-    ROWS_PAD: tl.constexpr,
+    SPANS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program: lengths -> plan. A row without KV still gets one (fully masked) tile."""
-    rows = tl.arange(0, ROWS_PAD)
-    all_lens = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
-    all_tiles = tl.maximum((all_lens + TILE - 1) // TILE, 1)
-    total = tl.sum(tl.where(rows < num_rows, all_tiles, 0), axis=0)
+    """One program: lengths, and what groups share -> plan."""
+    num_spans = num_groups + num_rows
+    every = tl.arange(0, SPANS_PAD)
+    all_tiles, _offset, _tokens, _row = _span(
+        every, seq_lens, shared, num_rows, num_groups, TILE, GROUP
+    )
+    total = tl.sum(all_tiles, axis=0)
     quota = (total + NUM_PARTS - 1) // NUM_PARTS
     indptr = plan + NUM_PARTS * 8
     tl.store(indptr, 0)
-    row_parts = indptr + num_rows + 1
+    span_parts = indptr + num_spans + 1
+    spans = span_parts + num_spans * 2
 
     parts = tl.arange(0, PARTS_PAD)
     starts = parts * quota
-    row = tl.zeros([PARTS_PAD], tl.int32)
+    span = tl.zeros([PARTS_PAD], tl.int32)
     base = tl.zeros([PARTS_PAD], tl.int32)
     done = total * 0
-    # A chunk of rows at a time: all at once would spill (256 parts x 256 rows in one program).
-    for r0 in range(0, num_rows, CHUNK):
+    # A chunk of spans at a time: all at once would spill (256 parts x 256 rows in one program).
+    for r0 in range(0, num_spans, CHUNK):
         some = r0 + tl.arange(0, CHUNK)
-        lens = tl.load(seq_lens + some, mask=some < num_rows, other=0)
-        tiles = tl.where(some < num_rows, tl.maximum((lens + TILE - 1) // TILE, 1), 0)
+        real = some < num_spans
+        tiles, offset, tokens, row = _span(
+            some, seq_lens, shared, num_rows, num_groups, TILE, GROUP
+        )
         ends = done + tl.cumsum(tiles, axis=0)
-        tl.store(indptr + 1 + some, ends, mask=some < num_rows)
+        tl.store(indptr + 1 + some, ends, mask=real)
         first = (ends - tiles) // quota
-        tl.store(row_parts + some * 2, first, mask=some < num_rows)
-        tl.store(row_parts + some * 2 + 1, (ends - 1) // quota - first + 1, mask=some < num_rows)
-        before = (ends[None, :] <= starts[:, None]) & (some < num_rows)[None, :]
-        row += tl.sum(before.to(tl.int32), axis=1)
+        num = tl.where(tiles > 0, (ends - 1) // quota - first + 1, 0)
+        tl.store(span_parts + some * 2, first, mask=real)
+        tl.store(span_parts + some * 2 + 1, num, mask=real)
+        if GROUP > 1:
+            is_group = some < num_groups
+            slots = tl.load(row_slots + row, mask=real, other=0)
+            tl.store(spans + some * 8, slots, mask=real)
+            tl.store(spans + some * 8 + 1, offset, mask=real)
+            tl.store(spans + some * 8 + 2, tokens, mask=real)
+            tl.store(spans + some * 8 + 3, row, mask=real)
+            queries = tl.where(is_group, tl.minimum(GROUP, num_rows - row), 1)
+            tl.store(spans + some * 8 + 4, queries, mask=real)
+            is_part = (is_group | (offset > 0)).to(tl.int32)
+            tl.store(spans + some * 8 + 5, is_part, mask=real)
+        before = (ends[None, :] <= starts[:, None]) & real[None, :]
+        span += tl.sum(before.to(tl.int32), axis=1)
         base += tl.sum(tl.where(before, tiles[None, :], 0), axis=1)
         done += tl.sum(tiles, axis=0)
     count = tl.minimum(quota, tl.maximum(total - starts, 0))
     keep = parts < NUM_PARTS
-    tl.store(plan + parts * 8, row, mask=keep)
+    busy = keep & (count > 0)
+    live = tl.where(busy, span, 0)
+    tiles, offset, tokens, row = _span(live, seq_lens, shared, num_rows, num_groups, TILE, GROUP)
+    tl.store(plan + parts * 8, span, mask=keep)
     tl.store(plan + parts * 8 + 1, starts - base, mask=keep)
     tl.store(plan + parts * 8 + 2, count, mask=keep)
-    busy = keep & (count > 0)
-    row_len = tl.load(seq_lens + row, mask=busy, other=0)
-    tl.store(plan + parts * 8 + 3, tl.maximum((row_len + TILE - 1) // TILE, 1), mask=keep)
+    tl.store(plan + parts * 8 + 3, tiles, mask=keep)
     # Up to 15 rows before this one may write tokens of the same sequence in this step: drafts.
-    settled = tl.maximum(row_len - Q_LEN - 15, 0) // TILE
+    settled = tl.maximum(tokens - Q_LEN - 15, 0) // TILE
     tl.store(plan + parts * 8 + 6, settled, mask=keep)
     slot = tl.load(row_slots + row, mask=busy, other=0)
     tl.store(plan + parts * 8 + 4, slot, mask=keep)
-    at = slot.to(tl.int64) * page_table_stride + starts - base
+    at = slot.to(tl.int64) * page_table_stride + offset + starts - base
     tl.store(plan + parts * 8 + 5, tl.load(page_table + at, mask=busy, other=0), mask=keep)
+    tl.store(plan + parts * 8 + 7, offset, mask=keep)
+
+
+@triton.jit
+def parts_of_row(plan, b, num_rows, num_groups, NUM_PARTS: tl.constexpr, GROUP: tl.constexpr):
+    """Where the partial results of row b lie: (slot of the first of its group, their number, slot
+    of the first of its own, their number). One in all: the row was held whole."""
+    num_spans = num_groups + num_rows
+    span_parts = plan + NUM_PARTS * 8 + num_spans + 1
+    span = num_groups + b
+    first = tl.load(span_parts + span * 2)
+    num = tl.load(span_parts + span * 2 + 1)
+    if GROUP == 1:
+        return first * 0, first * 0, first + span, num
+    group = b // GROUP
+    is_in = tl.load(span_parts + num_spans * 2 + span * 8 + 5)
+    group_first = tl.load(span_parts + group * 2)
+    group_num = tl.load(span_parts + group * 2 + 1)
+    return group_first + group, group_num * is_in, first + span, num
 
 
 @quick_launch
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def mla_merge_kernel(
     partial_out,
     partial_lse,
     out,
     plan,
     num_rows,
+    num_groups,
     ROWS: tl.constexpr,
     ROWS_PAD: tl.constexpr,
     D: tl.constexpr,
+    GROUP: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -103,14 +216,14 @@ def mla_merge_kernel(
     """Program (row, query row, slice of D): out = sum_p 2^(lse_p - lse) * partial_p."""
     b = tl.program_id(0)
     r = tl.program_id(1)
-    indptr = plan + NUM_PARTS * 8
-    first = tl.load(indptr + num_rows + 1 + b * 2)
-    num = tl.load(indptr + num_rows + 1 + b * 2 + 1)
+    shared_slot, num_shared, slot, num_own = parts_of_row(
+        plan, b, num_rows, num_groups, NUM_PARTS, GROUP
+    )
+    num = num_shared + num_own
     if USE_PDL:
         gdc_wait()
         gdc_launch_dependents()  # they wait for this kernel's end before they read its output
     if num > 1:
-        slot = first + b
         d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
         top = float("-inf")
         norm = 0.0
@@ -118,9 +231,14 @@ def mla_merge_kernel(
         for p0 in range(0, num, BLOCK_P):
             p = p0 + tl.arange(0, BLOCK_P)
             live = p < num
-            lse = tl.load(partial_lse + (slot + p) * ROWS_PAD + r, mask=live, other=float("-inf"))
-            offsets = ((slot + p).to(tl.int64) * ROWS_PAD + r)[:, None] * D + d[None, :]
-            part = tl.load(partial_out + offsets, mask=live[:, None], other=0.0)
+            at = (slot + p).to(tl.int64) * ROWS_PAD + r
+            if GROUP > 1:
+                among = (shared_slot + p).to(tl.int64) * ROWS_PAD + b % GROUP * ROWS + r
+                at = tl.where(p < num_shared, among, at - num_shared * ROWS_PAD)
+            lse = tl.load(partial_lse + at, mask=live, other=float("-inf"))
+            part = tl.load(
+                partial_out + at[:, None] * D + d[None, :], mask=live[:, None], other=0.0
+            )
             new_top = tl.maximum(top, tl.max(lse, axis=0))
             safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
             weight = tl.exp2(lse - safe_top)

@@ -119,12 +119,13 @@ def compile_one(
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
-def mla_hopper(query_tokens: int = 4) -> Any:
-    """Four query tokens of 16 heads: a full 64-row tile; of eight: two."""
+def mla_hopper(query_tokens: int = 4, group: int = 1) -> Any:
+    """Four query tokens of 16 heads: a full 64-row tile; of eight: two; of one in a group."""
     from kernels.triton.mla_decode_hopper import mla_decode_hopper_kernel
 
-    tiles = query_tokens // 4
+    tiles = max(1, query_tokens // 4)
     constants = dict(H=16, Q_LEN=query_tokens, D=512, NUM_PARTS=132 // tiles, TILE=64, STAGES=2)
+    constants["GROUP"] = group
     constants["ROWS_PAD"] = 64 * tiles
     constants["USE_PDL"] = True
     return compile_one(mla_decode_hopper_kernel, constants, warps=4, gluon=True)
@@ -142,13 +143,13 @@ def absorb(placed: bool) -> Any:
     return compile_one(mla_absorb_kernel, constants, warps=4, types=types)
 
 
-def merge_values(placed: bool) -> Any:
-    """Of eight tokens, which may be one row of eight queries or two of four."""
+def merge_values(placed: bool, group: int = 1) -> Any:
+    """Of eight tokens, which may be one row of eight queries or two of four, or rows in groups."""
     from kernels.triton.mla_decode_parts import mla_merge_values_kernel
 
     constants = dict(H=16, Q_LEN=8 if placed else 1, ROWS_PAD=128 if placed else 64, D=512, V=128)
     constants |= dict(NUM_PARTS=66 if placed else 132, BLOCK_P=32, BLOCK_D=512)
-    constants |= dict(PLACED=placed, USE_PDL=True)
+    constants |= dict(PLACED=placed, USE_PDL=True, GROUP=group)
     types = {"attended": "*bf16", "w_uv": "*bf16"}
     return compile_one(mla_merge_values_kernel, constants, warps=16, types=types)
 
@@ -158,8 +159,25 @@ def mla_portable() -> Any:
     from kernels.triton.mla_decode import mla_decode_kernel
 
     constants = dict(H=16, Q_LEN=1, D=512, R=64, NUM_PARTS=132, ROWS_PAD=64, BLOCK_M=16)
-    constants |= dict(TILE=64, STAGES=2, FP8=False, USE_PDL=True)
+    constants |= dict(TILE=64, STAGES=2, FP8=False, USE_PDL=True, GROUP=1)
     return compile_one(mla_decode_kernel, constants, warps=4)
+
+
+def mla_shared() -> Any:
+    """What groups of four rows share."""
+    from kernels.triton.mla_plan import mla_shared_kernel
+
+    constants = dict(TILE=64, GROUP=4, CHUNK=1024, LEAST=16)
+    return compile_one(mla_shared_kernel, constants, warps=4, types={"shared": "*i32"})
+
+
+def mla_plan(group: int) -> Any:
+    """Of sixteen rows, alone or in groups."""
+    from kernels.triton.mla_plan import mla_plan_kernel
+
+    constants = dict(TILE=64, Q_LEN=1, GROUP=group, NUM_PARTS=132, PARTS_PAD=256)
+    constants |= dict(SPANS_PAD=32, CHUNK=32)
+    return compile_one(mla_plan_kernel, constants, warps=8, types={"shared": "*i32"})
 
 
 def moe_gate_up() -> Any:
@@ -340,6 +358,11 @@ KERNELS = {
     "mla_fp8_of_two": lambda: mla_fp8(2),
     "mla_hopper": mla_hopper,
     "mla_hopper_of_eight": lambda: mla_hopper(8),
+    "mla_hopper_of_a_group": lambda: mla_hopper(1, 4),
+    "mla_shared": mla_shared,
+    "mla_plan": lambda: mla_plan(1),
+    "mla_plan_of_groups": lambda: mla_plan(4),
+    "merge_values_of_groups": lambda: merge_values(False, 4),
     "absorb": lambda: absorb(False),
     "absorb_placed": lambda: absorb(True),
     "merge_values": lambda: merge_values(False),

@@ -62,6 +62,71 @@ def check_mla(seq_lens: list[int], q_len: int, heads: int, parts: int) -> None:
     assert error < 1e-5, error
 
 
+def check_groups(
+    seq_lens: list[int], common: list[int], heads: int, group: int, parts: int
+) -> None:
+    """Rows whose first pages are those of the row before: of row r `common[r]`."""
+    from kernels.triton import mla, mla_layer
+
+    torch.manual_seed(sum(seq_lens) + heads)
+    latent, rope, page, v_dim = 32, 16, 64, 16
+    rows, most = len(seq_lens), max(-(-n // 64) for n in seq_lens) + 1
+    pool = torch.full((rows * most + 3, 2, page, latent + rope), float("nan"))
+    order = torch.randperm(rows * most).to(torch.int32).view(rows, most)
+    slots = torch.randperm(rows + 2)[:rows].to(torch.int32)
+    page_table = torch.zeros(rows + 2, most, dtype=torch.int32)
+    for row, shared in enumerate(common):
+        if shared:
+            order[row, :shared] = order[row - 1, :shared]
+        page_table[slots[row]] = order[row]
+    for slot, length in zip(slots.tolist(), seq_lens, strict=True):
+        for at in range(0, length, page):
+            place = pool[page_table[slot, at // page], 1]
+            count = min(page, length - at)
+            place[:count] = torch.randn(count, latent + rope)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    q = torch.randn(rows, heads, latent + rope)
+    workspace = make_mla_workspace(
+        max_rows=rows + 1,
+        num_heads=heads,
+        q_len=1,
+        latent_dim=latent,
+        device="cpu",
+        num_processors=parts,
+        group=group,
+    )
+    workspace.partial_out.fill_(float("nan"))
+    workspace.partial_lse.fill_(float("nan"))
+    mla.LEAST_SHARED = 2
+    mla.plan(workspace, lens, page_table, slots)
+    # By the definition: of the rows with KV, what all have before their last page begins.
+    wanted = []
+    for first in range(0, rows, group):
+        live = [row for row in range(first, min(first + group, rows)) if seq_lens[row]]
+        tables = [page_table[slots[row]].tolist() for row in live]
+        bound = min((seq_lens[row] - 1) // page for row in live) if live else 0
+        same = 0
+        while same < bound and len({table[same] for table in tables}) == 1:
+            same += 1
+        wanted.append(same if len(live) > 1 and live[0] == first and same >= 2 else 0)
+    assert workspace.shared is not None
+    assert workspace.shared[: len(wanted)].tolist() == wanted, (workspace.shared, wanted)
+    num_runs = rows + len(wanted)
+    total = workspace.plan[parts * 8 + num_runs]
+    assert total == sum(wanted) + sum(
+        max(1, -(-n // page)) - (wanted[row // group] if n else 0) for row, n in enumerate(seq_lens)
+    )
+    args = (q, pool[:, 1], page_table, slots, lens, 0.2, latent, workspace)
+    expected = reference_mla.mla_decode(*args)
+    assert relative_error(mla.decode_portable(*args), expected) < 1e-5
+    w_uv = torch.randn(heads, v_dim, latent)
+    attended = mla.attend_portable(*args)
+    values = torch.einsum("thc,hvc->thv", expected, w_uv).flatten(1)
+    for pieces in (1, 4):
+        found = mla_layer.merge_values(attended, workspace, rows, w_uv, pieces)
+        assert relative_error(found.sum(0) if pieces > 1 else found, values) < 1e-5
+
+
 def check_route(routing: MoeRouting, with_bias: bool) -> None:
     from kernels.triton import expert_choice
 
@@ -103,6 +168,13 @@ def check_moe(fmt: str, num_tokens: int, with_shared: bool) -> None:
 
 
 CHECKS: dict[str, Callable[[], None]] = {
+    "mla_groups_share": lambda: check_groups([700, 650, 641, 900], [0, 10, 9, 8], 16, 4, 5),
+    "mla_some_groups_share": lambda: check_groups(
+        [300, 310, 400, 10, 200, 200, 500, 0, 0], [0, 4, 2, 0, 0, 1, 3, 0, 0], 8, 2, 7
+    ),
+    "mla_a_group_in_one_part": lambda: check_groups([200, 190, 0], [0, 2, 0], 4, 16, 1),
+    "mla_groups_of_one_sequence": lambda: check_groups([257, 258, 259, 260], [0, 5, 5, 5], 4, 4, 3),
+    "mla_groups_apart": lambda: check_groups([64, 65, 128], [0, 1, 1], 4, 4, 40),
     "mla_one_row_split": lambda: check_mla([300], 1, 4, 4),
     "mla_ragged_and_empty_rows": lambda: check_mla([1, 0, 129, 64, 200], 1, 16, 3),
     "mla_folds_query_tokens": lambda: check_mla([70, 256, 3], 3, 4, 4),
