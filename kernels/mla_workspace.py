@@ -14,17 +14,18 @@ import torch
 from kernels.errors import KernelInputError
 
 TILE_ROWS = 64
+GROUPS = (1, 2, 4, 8, 16)
 
 
 @dataclass(slots=True, kw_only=True)
 class MlaWorkspace:
     """Scratch for up to `max_rows` rows of exactly `q_len` query tokens each.
 
-    `plan` int32 (layout: triton/mla_plan.py); `partial_out` fp32 [num_parts + max_runs, padded
-    rows, latent_dim]; `partial_lse` fp32 [num_parts + max_runs, padded rows]. Padded rows are
+    `plan` int32 (layout: triton/mla_plan.py); `partial_out` fp32 [num_parts + max_spans, padded
+    rows, latent_dim]; `partial_lse` fp32 [num_parts + max_spans, padded rows]. Padded rows are
     q_len * num_heads rounded up to a multiple of 64. `group`: so many rows in turn read pages that
-    they share once, in one tile of queries; 1: each row reads its own. `shared` int32 [groups]: the
-    tiles that each group shares. Runs are those of groups, then those of rows.
+    they share once, in one tile of queries; 1: each row reads its own. `shared` int32 [groups, 2]:
+    the tiles that rows of a group share, and which rows, as bits.
     """
 
     max_rows: int
@@ -72,8 +73,9 @@ def make_mla_workspace(
     for name, size in (("max_rows", max_rows), ("num_heads", num_heads), ("q_len", q_len)):
         if size < 1:
             raise KernelInputError(name, size, "at least 1")
-    if group < 1 or (group > 1 and (q_len > 1 or group * num_heads > TILE_ROWS)):
-        allowed = f"1, or more of one query token each, of {TILE_ROWS} queries in all"
+    fits = q_len == 1 and group * num_heads <= TILE_ROWS
+    if group not in GROUPS or (group > 1 and not fits):
+        allowed = f"1; of one query token each, {TILE_ROWS} queries in all, also {GROUPS[1:]}"
         raise KernelInputError("group", group, allowed)
     device = torch.device(device)
     if num_processors is None:
@@ -84,18 +86,18 @@ def make_mla_workspace(
     num_parts = max(1, num_processors // num_blocks)
     rows = num_blocks * TILE_ROWS
     num_groups = -(-max_rows // group) if group > 1 else 0
-    max_runs = max_rows + num_groups
-    slots = num_parts + max_runs
+    max_spans = max_rows + num_groups
+    slots = num_parts + max_spans
     return MlaWorkspace(
         max_rows=max_rows,
         num_heads=num_heads,
         q_len=q_len,
         latent_dim=latent_dim,
         num_parts=num_parts,
-        plan=torch.zeros(num_parts * 8 + 11 * max_runs + 1, dtype=torch.int32, device=device),
+        plan=torch.zeros(num_parts * 8 + 11 * max_spans + 1, dtype=torch.int32, device=device),
         partial_out=torch.empty(slots, rows, latent_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(slots, rows, dtype=torch.float32, device=device),
         may_start_early=may_start_early,
         group=group,
-        shared=torch.zeros(num_groups, dtype=torch.int32, device=device) if num_groups else None,
+        shared=torch.zeros(num_groups, 2, dtype=torch.int32, device=device) if num_groups else None,
     )

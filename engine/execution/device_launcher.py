@@ -47,6 +47,7 @@ from engine.execution.device_sampler import (
 from engine.execution.graphs import GraphSet
 from engine.execution.host_ring import HostRing
 from engine.execution.prefill_pieces import PrefillPieces
+from engine.execution.row_order import RowOrder
 from engine.execution.rows_apart import are_better_apart, part_rows, places_apart
 from engine.execution.steps import Step, StepResult
 from engine.models.model import (
@@ -158,6 +159,11 @@ class DeviceLauncher:
             drafted_tokens=limits.drafted_tokens,
             longest_chain=limits.longest_chain,
         )
+        group = model.rows_of_group(kv_pool) if isinstance(model, FoldingModel) else 1
+        # A model that drafts goes on from its rows' results where they lie.
+        self._row_order: RowOrder | None = None
+        if group > 1 and not (isinstance(model, DraftingModel) and model.can_draft):
+            self._row_order = RowOrder(slots, limits.table_width, limits.page_size, group)
         self._decoded = (1, 1)  # size and q_len of the decode step under way
         self._params = {
             size: torch.zeros(NUM_PARAMS, size, dtype=torch.float64, device=device)
@@ -220,6 +226,8 @@ class DeviceLauncher:
             self._ring.advance()
             table = batch.page_table[: self._limits.max_slots].to(self._page_table.device)
             self._page_table[: table.shape[0], : table.shape[1]] = table
+            if self._row_order is not None:
+                self._row_order.hold(batch.page_table[: self._limits.max_slots])
             if batch.page_copies.shape[0]:
                 copy_pages(self._kv_pool, batch.page_copies)
             places = torch.from_numpy(self._forward(batch)).to(self._logits.device)
@@ -272,8 +280,11 @@ class DeviceLauncher:
         if len(step.page_deltas):
             self._owed_deltas.append(step.page_deltas)
         while self._owed_deltas:
-            slot, index, page = self._ring.upload(self._owed_deltas[0].T.astype(np.int64))
+            deltas = self._owed_deltas[0]
+            slot, index, page = self._ring.upload(deltas.T.astype(np.int64))
             self._page_table[slot, index] = page.int()
+            if self._row_order is not None:
+                self._row_order.note(deltas)
             self._owed_deltas.popleft()
         if step.forward.page_copies.shape[0]:
             copy_pages(self._kv_pool, step.forward.page_copies)
@@ -286,8 +297,7 @@ class DeviceLauncher:
         if not bool(is_longer.any()):
             for load in batch.loads:  # a graph waits for nothing inside
                 load.wait_all()
-            self._decode_batch(batch)
-            return batch.sample_rows.numpy().astype(np.int64)
+            return self._decode_batch(batch).numpy().astype(np.int64)
         num_prefill = int(is_longer.nonzero()[-1]) + 1
         try:
             return self._forward_mixed(batch, num_prefill)
@@ -304,28 +314,32 @@ class DeviceLauncher:
         self._mixed_rows = None  # with the lost step's tensors
         for load in batch.loads:
             load.wait_all()
-        self._decode_batch(part_rows(batch, num_prefill)[1])
-        return places_apart(batch.sample_rows, num_prefill, self._limits.max_rows)
+        decoded = self._decode_batch(part_rows(batch, num_prefill)[1])
+        return places_apart(batch.sample_rows, num_prefill, self._limits.max_rows, decoded)
 
     def _forward_mixed(self, batch: ForwardBatch, num_prefill: int) -> Places:
         # In eager runs too, though apart is twice the launches there: they give a graph's bits.
         if self._drafting is None and are_better_apart(batch, num_prefill):
             prefill, decode = part_rows(batch, num_prefill)
-            self._decode_batch(decode)
+            decoded = self._decode_batch(decode)
             logits, first = self._mixed(prefill, num_prefill), self._limits.max_rows
             self._logits[first : first + logits.shape[0]] = logits
-            return places_apart(batch.sample_rows, num_prefill, first)
+            return places_apart(batch.sample_rows, num_prefill, first, decoded)
         logits = self._mixed(batch, num_prefill)
         self._logits[: logits.shape[0]] = logits
         return np.arange(logits.shape[0])
 
-    def _decode_batch(self, batch: ForwardBatch) -> None:
-        """Rows of one token; logits of row i come to lie at i."""
+    def _decode_batch(self, batch: ForwardBatch) -> torch.Tensor:
+        """Rows of one token; int32 [S], where logits of the sampled ones come to lie: at i those of
+        row i, in the order that suits the rows."""
+        if self._row_order is not None:
+            batch = self._row_order.apply(batch)
         num_rows = batch.row_slots.shape[0]
         size = self._bucket(num_rows)
         q_len = self.decode_inputs.fill(batch, size, self._ring)
         self._decoded = (size, q_len)
         self._graphs.run(("forward", size, q_len), partial(self._decode, size, q_len))
+        return batch.sample_rows
 
     def _reset_params(self, size: int) -> None:
         """Samples of padding alone."""

@@ -61,10 +61,11 @@ def part_rows(batch: ForwardBatch, num_prefill: int) -> tuple[ForwardBatch, Forw
 
 
 def places_apart(
-    sample_rows: torch.Tensor, num_prefill: int, first_prefill: int
+    sample_rows: torch.Tensor, num_prefill: int, first_prefill: int, decoded: torch.Tensor
 ) -> NDArray[np.int64]:
-    """Where each sample's logits are: those of decode row i at i, those of the prefill rows that
-    sample behind each other from `first_prefill` on."""
-    rows = sample_rows.numpy().astype(np.int64)
-    is_prefill = rows < num_prefill
-    return np.where(is_prefill, first_prefill + is_prefill.cumsum() - 1, rows - num_prefill)
+    """Where each sample's logits are: those of the decode rows at `decoded` (int32, of each that
+    samples), those of the prefill rows that sample behind each other from `first_prefill` on."""
+    is_prefill = sample_rows.numpy() < num_prefill
+    places = first_prefill + is_prefill.cumsum() - 1
+    places[~is_prefill] = decoded.numpy()
+    return places

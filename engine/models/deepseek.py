@@ -89,6 +89,13 @@ class DeepseekForCausalLM:
         config, layer = self.config, self._layers_of(kv_pool)[0]
         return fold_forms(config.num_heads, config.latent_dim, config.rope_dim, self._dtype, layer)
 
+    def rows_of_group(self, kv_pool: torch.Tensor) -> int:
+        """See `FoldingModel`."""
+        config, layer = self.config, self._layers_of(kv_pool)[0]
+        return rows_of_group(
+            config.num_heads, config.latent_dim, config.rope_dim, self._dtype, layer
+        )
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -145,23 +152,15 @@ class DeepseekForCausalLM:
 
     def _plan_decode_rows(self, rows: StepRows, kv_pool: torch.Tensor) -> None:
         cut, folded = rows.num_prefill_rows, rows.folded
-        if not self._group:
-            self._group_rows(kv_pool)
+        if self._group == 0:  # in a run before any capture
+            self._group = self.rows_of_group(kv_pool)
+            del self._workspaces[1]
         if folded is not None:
             workspace = self._workspace(folded.q_len)
             plan_mla_decode(workspace, folded.seq_lens, rows.page_table, folded.row_slots)
         elif cut < rows.row_slots.shape[0]:
             seq_lens, slots = rows.seq_lens[cut:], rows.row_slots[cut:]
             plan_mla_decode(self._workspace(1), seq_lens, rows.page_table, slots)
-
-    def _group_rows(self, kv_pool: torch.Tensor) -> None:
-        """Once the pool is there, in a run before any capture: whether rows of one token read what
-        they share once."""
-        config, layer = self.config, self._layers_of(kv_pool)[0]
-        sizes = (config.num_heads, config.latent_dim, config.rope_dim, self._dtype)
-        self._group = rows_of_group(*sizes, layer)
-        if self._group > 1:
-            del self._workspaces[1]
 
     def _workspace(self, q_len: int) -> MlaWorkspace:
         """Made when first asked for: a graph's, in the runs before its capture."""

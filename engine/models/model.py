@@ -97,10 +97,15 @@ class DraftingModel(Protocol):
 
 @runtime_checkable
 class FoldingModel(Protocol):
-    """A model whose attention may take several tokens of a sequence as one row."""
+    """A model whose attention may take several tokens of a sequence as one row, and read what rows
+    share once."""
 
     def fold_forms(self, kv_pool: torch.Tensor) -> tuple[FoldForm, ...]:
         """How many, in this pool; none: rows stay as they are."""
+        ...
+
+    def rows_of_group(self, kv_pool: torch.Tensor) -> int:
+        """How many rows in turn read together what they share, in this pool; 1: none."""
         ...
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kernels.mla_workspace import TILE_ROWS
+from kernels.mla_workspace import GROUPS, TILE_ROWS
 from kernels.ops.mla_decode_form import FoldForm
 from kernels.portable.mla_decode_form import fill_tiles
 from kernels.registry import Priority, register_kernel
@@ -57,4 +57,4 @@ def fill_tiles_of_hopper(num_heads: int, kv: str) -> tuple[FoldForm, ...]:
 )
 def fill_a_tile_of_hopper(num_heads: int) -> int:
     """As many rows as a tile has queries for: the tile is multiplied as a whole anyway."""
-    return max(1, TILE_ROWS // num_heads)
+    return max(group for group in GROUPS if group == 1 or group * num_heads <= TILE_ROWS)

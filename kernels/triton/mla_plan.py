@@ -43,39 +43,42 @@ def mla_shared_kernel(
     CHUNK: tl.constexpr,
     LEAST: tl.constexpr,
 ):
-    """Program g: shared[g], the leading tiles that all rows of group g with KV have in common, this
-    step's tokens not among them; 0 if they are fewer than LEAST or there is one row."""
+    """Program g: shared[g] [2], how many leading tiles rows of group g have in common with its
+    first one, and which rows, as bits: as many of both as spares most tiles. This step's own tokens
+    are not among them; 0 where they are fewer than LEAST or no second row has them."""
     first = tl.program_id(0) * GROUP
-    num_live = 0
-    bound = 1 << 30
-    for i in tl.static_range(GROUP):
-        length = tl.load(seq_lens + first + i, mask=first + i < num_rows, other=0)
-        num_live += (length > 0).to(tl.int32)
-        bound = tl.minimum(bound, tl.where(length > 0, (length - 1) // TILE, bound))
-    length = tl.load(seq_lens + first)
-    if (num_live < 2) | (length == 0):
-        bound = 0
-    slot = tl.load(row_slots + first).to(tl.int64)
+    i = tl.arange(0, GROUP)
+    is_row = first + i < num_rows
+    lens = tl.load(seq_lens + first + i, mask=is_row, other=0)
+    full = tl.maximum(lens - 1, 0) // TILE
+    slots = tl.load(row_slots + first + i, mask=is_row, other=0).to(tl.int64)
+    mine = tl.load(row_slots + first).to(tl.int64) * page_table_stride
+    bound = tl.max(tl.where(i == 0, full, 0), axis=0)
+    same = tl.minimum(full, bound)
     t = tl.arange(0, CHUNK)
-    common = bound
     for start in range(0, bound, CHUNK):
         at = start + t
-        keep = at < bound
-        page = tl.load(page_table + slot * page_table_stride + at, mask=keep, other=0)
-        for i in tl.static_range(1, GROUP):
-            is_row = first + i < num_rows
-            live = tl.load(seq_lens + first + i, mask=is_row, other=0) > 0
-            other = tl.load(row_slots + first + i, mask=is_row, other=0).to(tl.int64)
-            theirs = tl.load(page_table + other * page_table_stride + at, mask=keep, other=0)
-            parts_ways = keep & live & (theirs != page)
-            common = tl.minimum(common, tl.min(tl.where(parts_ways, at, bound), axis=0))
-    tl.store(shared + tl.program_id(0), tl.where(common < LEAST, 0, common))
+        page = tl.load(page_table + mine + at, mask=at < bound, other=0)
+        keep = at[None, :] < same[:, None]
+        where = page_table + slots[:, None] * page_table_stride + at[None, :]
+        differs = keep & (tl.load(where, mask=keep, other=0) != page[None, :])
+        same = tl.minimum(same, tl.min(tl.where(differs, at[None, :], 1 << 30), axis=1))
+    # Of each row's tiles as the number that is shared: how many rows have them.
+    num = tl.sum((same[None, :] >= same[:, None]).to(tl.int32), axis=1)
+    spared = tl.where(same >= LEAST, same * (num - 1), 0)
+    most = tl.max(spared, axis=0)
+    chosen = tl.max(tl.where((spared == most) & (most > 0), same, 0), axis=0)
+    rows = tl.sum(tl.where((same >= chosen) & (chosen > 0), 1 << i, 0), axis=0)
+    tl.store(shared + tl.program_id(0) * 2, chosen)
+    tl.store(shared + tl.program_id(0) * 2 + 1, rows)
 
 
 @triton.jit
-def _span(span, seq_lens, shared, num_rows, num_groups, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """(tiles, first tile in the row, tokens, row) of spans. A row without KV still gets one (fully
-    masked) tile."""
+def _span(
+    span, seq_lens, shared, uses, num_rows, num_groups, TILE: tl.constexpr, GROUP: tl.constexpr
+):
+    """(tiles, first tile in the row, tokens, row) of spans; `uses` 0: as if nothing were shared. A
+    row without KV still gets one (fully masked) tile."""
     if GROUP == 1:
         lens = tl.load(seq_lens + span, mask=span < num_rows, other=0)
         tiles = tl.maximum((lens + TILE - 1) // TILE, 1)
@@ -84,8 +87,10 @@ def _span(span, seq_lens, shared, num_rows, num_groups, TILE: tl.constexpr, GROU
     is_row = (span >= num_groups) & (span < num_groups + num_rows)
     row = tl.where(is_group, span * GROUP, span - num_groups)
     lens = tl.load(seq_lens + row, mask=is_row, other=0)
-    common = tl.load(shared + row // GROUP, mask=is_group | is_row, other=0)
-    offset = tl.where(lens > 0, common, 0)
+    group = row // GROUP
+    common = tl.load(shared + group * 2, mask=is_group | is_row, other=0) * uses
+    rows = tl.load(shared + group * 2 + 1, mask=is_row, other=0)
+    offset = tl.where(((rows >> (row % GROUP)) & 1) == 1, common, 0)
     own = tl.maximum((lens + TILE - 1) // TILE, 1) - offset
     tiles = tl.where(is_group, common, tl.where(is_row, own, 0))
     return tiles, offset, tl.where(is_group, common * TILE, lens - offset * TILE), row
@@ -93,7 +98,8 @@ def _span(span, seq_lens, shared, num_rows, num_groups, TILE: tl.constexpr, GROU
 
 @quick_launch
 @triton.jit(
-    do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["seq_lens", "row_slots"]
+    do_not_specialize=["num_rows", "num_groups"],
+    do_not_specialize_on_alignment=["seq_lens", "row_slots"],
 )
 def mla_plan_kernel(
     seq_lens,
@@ -111,13 +117,21 @@ def mla_plan_kernel(
     PARTS_PAD: tl.constexpr,
     SPANS_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
-    """One program: lengths, and what groups share -> plan."""
+    """One program: lengths, and what groups share if it spares LEAST tiles or more -> plan."""
     num_spans = num_groups + num_rows
     every = tl.arange(0, SPANS_PAD)
-    all_tiles, _offset, _tokens, _row = _span(
-        every, seq_lens, shared, num_rows, num_groups, TILE, GROUP
+    uses = 1
+    all_tiles, skipped, _tokens, _row = _span(
+        every, seq_lens, shared, uses, num_rows, num_groups, TILE, GROUP
     )
+    if GROUP > 1:
+        read = tl.where(every < num_groups, all_tiles, 0)
+        uses = (tl.sum(skipped - read, axis=0) >= LEAST).to(tl.int32)
+        all_tiles, skipped, _tokens, _row = _span(
+            every, seq_lens, shared, uses, num_rows, num_groups, TILE, GROUP
+        )
     total = tl.sum(all_tiles, axis=0)
     quota = (total + NUM_PARTS - 1) // NUM_PARTS
     indptr = plan + NUM_PARTS * 8
@@ -135,7 +149,7 @@ def mla_plan_kernel(
         some = r0 + tl.arange(0, CHUNK)
         real = some < num_spans
         tiles, offset, tokens, row = _span(
-            some, seq_lens, shared, num_rows, num_groups, TILE, GROUP
+            some, seq_lens, shared, uses, num_rows, num_groups, TILE, GROUP
         )
         ends = done + tl.cumsum(tiles, axis=0)
         tl.store(indptr + 1 + some, ends, mask=real)
@@ -162,7 +176,9 @@ def mla_plan_kernel(
     keep = parts < NUM_PARTS
     busy = keep & (count > 0)
     live = tl.where(busy, span, 0)
-    tiles, offset, tokens, row = _span(live, seq_lens, shared, num_rows, num_groups, TILE, GROUP)
+    tiles, offset, tokens, row = _span(
+        live, seq_lens, shared, uses, num_rows, num_groups, TILE, GROUP
+    )
     tl.store(plan + parts * 8, span, mask=keep)
     tl.store(plan + parts * 8 + 1, starts - base, mask=keep)
     tl.store(plan + parts * 8 + 2, count, mask=keep)
@@ -196,7 +212,7 @@ def parts_of_row(plan, b, num_rows, num_groups, NUM_PARTS: tl.constexpr, GROUP: 
 
 
 @quick_launch
-@triton.jit(do_not_specialize=["num_groups"])
+@triton.jit(do_not_specialize=["num_rows", "num_groups"])
 def mla_merge_kernel(
     partial_out,
     partial_lse,

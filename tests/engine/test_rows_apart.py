@@ -8,11 +8,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engine.execution import device_launcher, rows_apart
 from engine.execution.batch import ForwardBatch
+from engine.execution.row_order import reordered
 from kvtiers.layered_load import LayeredLoad
 from tests.engine.test_prefill_pieces import _ids, _runner
 from tests.fakes.paged_driver import PagedDriver
@@ -55,11 +57,16 @@ def test_both_parts_hold_the_rows_of_the_step_and_samples_find_their_logits() ->
             assert torch.equal(both, getattr(batch, name)), name
         assert decode.row_indptr.tolist() == list(range(num_decode + 1))
         assert prefill.row_indptr.diff().tolist() == lens[:num_prefill]
-        # Logits as the two parts leave them: decode row i at i; sampled prefill rows from 40 on.
-        logits = {place: num_prefill + place for place in range(num_decode)}
-        logits |= {40 + place: row for place, row in enumerate(prefill.sample_rows.tolist())}
-        places = rows_apart.places_apart(batch.sample_rows, num_prefill, 40)
-        assert [logits[place] for place in places.tolist()] == sampled
+        # Logits as the two parts leave them: decode row i at i, or where another order has it;
+        # sampled prefill rows from 40 on.
+        order = list(range(num_decode))
+        rng.shuffle(order)
+        plain = (decode, list(range(num_decode)))
+        for now, rows in (plain, (reordered(decode, np.array(order)), order)):
+            logits = {place: num_prefill + row for place, row in enumerate(rows)}
+            logits |= {40 + place: row for place, row in enumerate(prefill.sample_rows.tolist())}
+            places = rows_apart.places_apart(batch.sample_rows, num_prefill, 40, now.sample_rows)
+            assert [logits[place] for place in places.tolist()] == sampled
 
 
 def test_what_is_long_waits_for_pages_or_has_no_decode_rows_stays_together() -> None:

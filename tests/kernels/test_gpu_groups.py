@@ -19,6 +19,14 @@ TOLERANCE = 5e-3  # bf16 results, as in test_gpu_decode.py
 MOST = 120  # pages of a row
 
 
+@pytest.fixture(autouse=True)
+def group_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows here are few and short."""
+    from kernels.triton import mla
+
+    monkeypatch.setattr(mla, "LEAST_SPARED", 1)
+
+
 class Rows:
     """A pool of two layers, and rows that may name each other's pages."""
 
@@ -115,6 +123,21 @@ def test_values_of_a_group_are_those_of_rows_by_themselves(
     live = rows.lens > 0
     assert relative_error(found[0][live], found[1][live]) < TOLERANCE
     assert not bool(found[0][~live].any())
+
+
+def test_rows_are_read_each_where_groups_spare_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernels.triton import mla
+
+    lens, common, heads = CASES[0]
+    torch.manual_seed(3)
+    rows = Rows(len(lens), heads)
+    rows.set(lens, common)
+    apart = rows.make_workspace(1)
+    mla.plan(apart, rows.lens, rows.table, rows.slots)
+    wanted = mla.decode_hopper(*rows.arguments(apart))  # type: ignore[arg-type]
+    monkeypatch.setattr(mla, "LEAST_SPARED", 3 * 40 + 1)
+    mla.plan(rows.workspace, rows.lens, rows.table, rows.slots)
+    assert torch.equal(mla.decode_hopper(*rows.arguments()), wanted)  # type: ignore[arg-type]
 
 
 def test_a_captured_step_groups_what_each_replay_finds_in_common() -> None:

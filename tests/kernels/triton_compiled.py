@@ -176,7 +176,7 @@ def mla_plan(group: int) -> Any:
     from kernels.triton.mla_plan import mla_plan_kernel
 
     constants = dict(TILE=64, Q_LEN=1, GROUP=group, NUM_PARTS=132, PARTS_PAD=256)
-    constants |= dict(SPANS_PAD=32, CHUNK=32)
+    constants |= dict(SPANS_PAD=32, CHUNK=32, LEAST=500)
     return compile_one(mla_plan_kernel, constants, warps=8, types={"shared": "*i32"})
 
 

@@ -63,9 +63,10 @@ def check_mla(seq_lens: list[int], q_len: int, heads: int, parts: int) -> None:
 
 
 def check_groups(
-    seq_lens: list[int], common: list[int], heads: int, group: int, parts: int
+    seq_lens: list[int], common: list[int], heads: int, group: int, parts: int, least: int = 1
 ) -> None:
-    """Rows whose first pages are those of the row before: of row r `common[r]`."""
+    """Rows whose first pages are those of the row before: of row r `common[r]`; grouped where that
+    spares `least` tiles."""
     from kernels.triton import mla, mla_layer
 
     torch.manual_seed(sum(seq_lens) + heads)
@@ -97,25 +98,37 @@ def check_groups(
     )
     workspace.partial_out.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
-    mla.LEAST_SHARED = 2
+    mla.LEAST_SHARED, mla.LEAST_SPARED = 2, least
     mla.plan(workspace, lens, page_table, slots)
-    # By the definition: of the rows with KV, what all have before their last page begins.
-    wanted = []
+    # By the definition: tiles in common with a group's first row, and rows, that spare most.
+    wanted, members = [], [False] * rows
     for first in range(0, rows, group):
-        live = [row for row in range(first, min(first + group, rows)) if seq_lens[row]]
-        tables = [page_table[slots[row]].tolist() for row in live]
-        bound = min((seq_lens[row] - 1) // page for row in live) if live else 0
-        same = 0
-        while same < bound and len({table[same] for table in tables}) == 1:
-            same += 1
-        wanted.append(same if len(live) > 1 and live[0] == first and same >= 2 else 0)
+        mine = page_table[slots[first]].tolist()
+        same = []
+        for row in range(first, min(first + group, rows)):
+            table = page_table[slots[row]].tolist()
+            bound = max(0, min(seq_lens[first], seq_lens[row]) - 1) // page
+            same.append(next((at for at in range(bound) if table[at] != mine[at]), bound))
+        best = (0, 0)
+        for tiles in same:
+            num = sum(other >= tiles for other in same)
+            best = max(best, ((num - 1) * tiles if tiles >= 2 else 0, tiles))
+        wanted.append(best[1] if best[0] else 0)
+        for row, tiles in enumerate(same, first):
+            members[row] = best[0] > 0 and tiles >= best[1]
     assert workspace.shared is not None
-    assert workspace.shared[: len(wanted)].tolist() == wanted, (workspace.shared, wanted)
-    num_runs = rows + len(wanted)
-    total = workspace.plan[parts * 8 + num_runs]
-    assert total == sum(wanted) + sum(
-        max(1, -(-n // page)) - (wanted[row // group] if n else 0) for row, n in enumerate(seq_lens)
-    )
+    found = workspace.shared[: len(wanted)]
+    assert found[:, 0].tolist() == wanted, (found, wanted)
+    bits = [
+        sum(1 << at for at, m in enumerate(members[n : n + group]) if m)
+        for n in range(0, rows, group)
+    ]
+    assert found[:, 1].tolist() == bits
+    num_spans = rows + len(wanted)
+    total = int(workspace.plan[parts * 8 + num_spans])
+    alone = sum(max(1, -(-n // page)) for n in seq_lens)
+    spared = sum(wanted[row // group] for row in range(rows) if members[row]) - sum(wanted)
+    assert total == alone - (spared if spared >= least else 0)
     args = (q, pool[:, 1], page_table, slots, lens, 0.2, latent, workspace)
     expected = reference_mla.mla_decode(*args)
     assert relative_error(mla.decode_portable(*args), expected) < 1e-5
@@ -174,6 +187,11 @@ CHECKS: dict[str, Callable[[], None]] = {
     ),
     "mla_a_group_in_one_part": lambda: check_groups([200, 190, 0], [0, 2, 0], 4, 16, 1),
     "mla_groups_of_one_sequence": lambda: check_groups([257, 258, 259, 260], [0, 5, 5, 5], 4, 4, 3),
+    "mla_part_of_a_group_shares": lambda: check_groups(
+        [700, 900, 650, 800, 0, 900, 900, 0], [0, 10, 3, 2, 0, 0, 14, 0], 16, 4, 6
+    ),
+    "mla_groups_spare_enough": lambda: check_groups([700, 650], [0, 10], 16, 4, 5, 10),
+    "mla_groups_spare_too_little": lambda: check_groups([700, 650], [0, 10], 16, 4, 5, 11),
     "mla_groups_apart": lambda: check_groups([64, 65, 128], [0, 1, 1], 4, 4, 40),
     "mla_one_row_split": lambda: check_mla([300], 1, 4, 4),
     "mla_ragged_and_empty_rows": lambda: check_mla([1, 0, 129, 64, 200], 1, 16, 3),
