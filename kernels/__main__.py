@@ -7,6 +7,7 @@ Does not know: the appliance. stdout carries data (JSON with --json), exit 1 mea
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -63,17 +64,21 @@ def _missing(spec: KernelSpec) -> str | None:
 
 
 def _pairs(values: tuple[str, ...], option: str) -> Iterator[tuple[str, str]]:
+    seen = set()
     for value in values:
         name, separator, content = value.partition("=")
         if not separator or not name or not content:
             raise click.BadParameter(f"got {value!r}; allowed: NAME=VALUE", param_hint=option)
+        if name in seen:
+            raise click.BadParameter(f"got {name!r} twice; allowed: once", param_hint=option)
+        seen.add(name)
         yield name, content
 
 
 def _trait(value: str) -> int | bool | str:
     if value in ("true", "false"):
         return value == "true"
-    return int(value) if value.lstrip("-").isdigit() else value
+    return int(value) if re.fullmatch("-?[0-9]{1,18}", value) else value
 
 
 @main.command()
@@ -83,6 +88,7 @@ def _trait(value: str) -> int | bool | str:
 @click.option("--trait", "traits", multiple=True, help="NAME=VALUE, e.g. head_dim=64.")
 def explain(family: str, device: str, formats: tuple[str, ...], traits: tuple[str, ...]) -> None:
     """Say which kernel of FAMILY would run a call, and why not the others."""
+    REGISTRY.load_plugins()
     if family not in REGISTRY.families():
         known = ", ".join(REGISTRY.families())
         raise click.BadParameter(f"got {family!r}; allowed: {known}", param_hint="FAMILY")
@@ -97,7 +103,17 @@ def explain(family: str, device: str, formats: tuple[str, ...], traits: tuple[st
         tuple(given.items()),
         tuple((name, _trait(value)) for name, value in _pairs(traits, "--trait")),
     )
-    explanation = explain_selection(signature)
+    try:
+        explanation = explain_selection(signature)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        # Kernels ask for traits that ops give them; here anybody does.
+        if isinstance(error, KernelError) or not traits:
+            raise
+        given_traits = ", ".join(traits)
+        raise click.BadParameter(
+            f"got {given_traits}; allowed: what the op {family} would say ({error})",
+            param_hint="--trait",
+        ) from None
     click.echo(str(explanation))
     asked = {argument for item in explanation.candidates for argument in item.spec.formats}
     if not asked.issuperset(given):

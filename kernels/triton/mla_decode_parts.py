@@ -115,7 +115,10 @@ def mla_absorb_kernel(
 
 
 @quick_launch
-@triton.jit(do_not_specialize=["num_rows", "num_groups"], do_not_specialize_on_alignment=["places"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_groups", "num_tokens"],
+    do_not_specialize_on_alignment=["places"],
+)
 def mla_merge_values_kernel(
     attended,
     partial_out,
