@@ -2,10 +2,13 @@
 """Convert a checkpoint to a low-bit format: `python -m engine.quantize SRC DST --format nvfp4`.
 
 SRC is a Hugging Face directory, plain or itself low-bit; DST, made or empty, becomes one that the
-engine loads. Converted are the linear layers of the decoder; embeddings, the output head, norms
-and routers stay as they are, and for 4-bit formats kv_b_proj, which is used in absorbed form.
-One JSON line per weight on stdout, a summary last; what goes wrong is one line on stderr.
-Exit codes: 0 done, 1 refused, 2 usage. Does not know: models (a name decides what is converted).
+engine loads. Converted are the linear layers of the decoder; embeddings, output heads, norms,
+routers and what joins the halves of a next-token-prediction layer stay as they are, and for 4-bit
+formats kv_b_proj, which is used in absorbed form.
+One JSON line per weight on stdout, a summary last; what goes wrong is one line on stderr, and
+leaves nothing in DST.
+Exit codes: 0 done, 1 refused, 2 usage, 130 interrupted.
+Does not know: models (a name decides what is converted).
 """
 
 from __future__ import annotations
@@ -39,7 +42,13 @@ from kernels.reference.quant import GROUP_OF_FORMAT
 
 Reader = HfWeights | QuantizedWeights
 
-_KEPT = ("*embed_tokens.weight", "lm_head.weight", "*.mlp.gate.weight")
+_KEPT = (
+    "*embed_tokens.weight",
+    "lm_head.weight",
+    "*.shared_head.head.weight",
+    "*.eh_proj.weight",
+    "*.mlp.gate.weight",
+)
 _KEPT_IN_4_BITS = ("*.kv_b_proj.weight",)
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
 # These speak of the source's own format.
@@ -68,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (EngineError, OSError, RuntimeError) as error:
         print(f"moorage quantize: {error}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        print("moorage quantize: interrupted", file=sys.stderr, flush=True)
+        return 130
     return 0
 
 
@@ -83,38 +95,46 @@ def quantize_checkpoint(
     """Convert a checkpoint; yields a report per converted weight, then the summary.
 
     Raises:
-        ConfigError: SRC is no Hugging Face directory, DST holds something, there is no such
-            device, or a pattern excludes nothing.
+        ConfigError: SRC is no Hugging Face directory or has nothing to convert, DST is none or
+            holds something, there is no such device, or a pattern excludes nothing.
         ModelError: SRC is damaged or of a kind we cannot read, or a weight does not fit `fmt`.
+        OSError: DST cannot be written.
     """
     if device is not None and device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("quantize.device", str(device), "cpu, as torch finds no GPU")
     config = _source_config(source)
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError("quantize.target", str(target), "a directory that is empty or not there")
+    _check_target(target)
     reader = open_hf_weights(source)
     for pattern in exclude:
         if not fnmatch.filter(reader.names, pattern):
             raise ConfigError("quantize.exclude", pattern, f"what a tensor of {source} is named")
     kept = [*_KEPT, *exclude] if fmt == "fp8" else [*_KEPT, *_KEPT_IN_4_BITS, *exclude]
+    _check_tensors(reader)
     converted = _to_convert(reader, kept, fmt)
-    target.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(target, shard_bytes)
+    if not converted:
+        raise ConfigError("quantize.source", str(source), "a checkpoint with a weight to convert")
     plain = [name for name in reader.names if name not in converted]
     modules = sorted(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))
     settings = quantization_config(fmt, modules)
-    for name in plain:
-        writer.add({name: _plain_tensor(reader, name)})
+    target.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(target, shard_bytes)
     worst: dict[str, Any] = {"tensor": "", "rel_error": 0.0}
-    for name, shape in converted.items():
-        weight = reader.dense(name, shape, torch.float32).to(device or "cpu")
-        tensors = quantized_tensors(name, weight, fmt)
-        writer.add(tensors)
-        report = _report(name, weight, tensors, settings)
-        worst = max(worst, report, key=lambda item: float(item["rel_error"]))
-        yield report
-    writer.close()
-    _write_texts(source, target, {**config, "quantization_config": settings})
+    try:
+        for name in plain:
+            writer.add({name: _plain_tensor(reader, name)})
+        for name, shape in converted.items():
+            weight = reader.dense(name, shape, torch.float32).to(device or "cpu")
+            _check_finite(name, weight)
+            tensors = quantized_tensors(name, weight, fmt)
+            writer.add(tensors)
+            report = _report(name, weight, tensors, settings)
+            worst = max(worst, report, key=lambda item: float(item["rel_error"]))
+            yield report
+        writer.close()
+        _write_texts(source, writer, {**config, "quantization_config": settings})
+    except BaseException:  # an interrupt, too
+        writer.discard()
+        raise
     yield {
         "summary": str(target),
         "format": fmt,
@@ -138,6 +158,31 @@ def _source_config(source: Path) -> dict[str, Any]:
     return config
 
 
+def _check_target(target: Path) -> None:
+    allowed = "a directory that is empty or not there"
+    if not target.is_dir() and (target.exists() or target.is_symlink()):
+        raise ConfigError("quantize.target", str(target), allowed)
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError("quantize.target", str(target), allowed)
+
+
+def _check_tensors(reader: Reader) -> None:
+    """Every tensor is in its file, and a weight is of plain numbers or has all its parts: what a
+    loader would refuse is named before anything is written."""
+    for name in reader.names:
+        shape = reader.shape(name)
+        if name.endswith(".weight"):
+            reader.check(name, shape)
+
+
+def _check_finite(name: str, values: torch.Tensor, where: str = "") -> None:
+    if not bool(torch.isfinite(values).all()):
+        raise UnsupportedModelError(
+            f"tensor {name!r}: found NaN or infinity{where}; supported: finite numbers "
+            "(hint: --exclude takes a pattern of names)"
+        )
+
+
 def _to_convert(reader: Reader, kept: Sequence[str], fmt: str) -> dict[str, list[int]]:
     """Names and shapes of the weights to convert; checked before anything is written."""
     found: dict[str, list[int]] = {}
@@ -148,6 +193,10 @@ def _to_convert(reader: Reader, kept: Sequence[str], fmt: str) -> dict[str, list
         shape = reader.shape(name)
         if len(shape) != 2:
             continue
+        if 0 in shape:
+            raise UnsupportedModelError(
+                f"tensor {name!r}: found shape {shape}; supported: at least one row and column"
+            )
         if shape[1] % group:
             raise UnsupportedModelError(
                 f"tensor {name!r}: {shape[1]} columns; supported with {fmt}: multiples of {group} "
@@ -172,6 +221,7 @@ def _report(
     assert scheme is not None, "settings of a low-bit format"
     held = HeldTensors(tensors)
     read = stored_format(scheme).dense(held, name, list(weight.shape)).to(weight.device)
+    _check_finite(name, read, ", rounded to the format")
     difference = (read - weight).double()
     size = weight.double().norm().clamp_min(1e-30)
     return {
@@ -183,13 +233,15 @@ def _report(
     }
 
 
-def _write_texts(source: Path, target: Path, config: dict[str, Any]) -> None:
-    """config.json last: a directory without it is no model."""
+def _write_texts(source: Path, writer: ShardWriter, config: dict[str, Any]) -> None:
+    """config.json last, and whole: a directory without it is no model."""
     for path in sorted(source.iterdir()):
         is_text = path.is_file() and not path.name.endswith(_WEIGHT_FILES)
         if is_text and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, target / path.name)
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+            shutil.copyfile(path, writer.place(path.name))
+    partial = writer.place("config.json.partial")
+    partial.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    partial.rename(partial.with_suffix(""))
 
 
 if __name__ == "__main__":

@@ -92,13 +92,15 @@ def _modelopt(spec: Mapping[str, Any], where: str) -> QuantScheme:
     algorithm = spec.get("quant_algo")
     if algorithm != "NVFP4":
         raise _unsupported(where, "quant_algo", algorithm, "NVFP4")
-    group_len = spec.get("group_size", NVFP4_GROUP_LEN)
-    if group_len != NVFP4_GROUP_LEN:
+    group_len = spec.get("group_size")
+    if group_len not in (NVFP4_GROUP_LEN, None):
         raise _unsupported(where, "group_size", group_len, NVFP4_GROUP_LEN)
     return QuantScheme(layout="modelopt_nvfp4")
 
 
 def _compressed(spec: Mapping[str, Any], where: str) -> QuantScheme:
+    if spec.get("transform_config"):  # rotated weights, whose inputs must be rotated too
+        raise _unsupported(where, "transform_config", spec["transform_config"], None)
     stored = spec.get("format")
     groups = _objects(spec.get("config_groups"), f"{where}.config_groups")
     for name, group in groups.items():
@@ -110,8 +112,8 @@ def _compressed(spec: Mapping[str, Any], where: str) -> QuantScheme:
         for key, wanted in _WANTED_WEIGHTS[stored].items():
             if weights.get(key) != wanted:
                 raise _unsupported(at, key, weights.get(key), wanted)
-        if not weights.get("symmetric", True):
-            raise _unsupported(at, "symmetric", False, True)
+        if weights.get("symmetric") not in (True, None):
+            raise _unsupported(at, "symmetric", weights["symmetric"], True)
         if weights.get("actorder"):
             raise _unsupported(at, "actorder", weights["actorder"], None)
     if not isinstance(stored, str) or stored not in _LAYOUT_OF_FORMAT:
@@ -134,7 +136,7 @@ def _objects(value: object, where: str) -> dict[str, Mapping[str, Any]]:
 
 
 def _fp8(spec: Mapping[str, Any], where: str) -> QuantScheme:
-    if spec.get("fmt", "e4m3") != "e4m3":
+    if spec.get("fmt") not in ("e4m3", None):
         raise _unsupported(where, "fmt", spec["fmt"], "e4m3")
     block = spec.get("weight_block_size")
     is_pair = isinstance(block, list) and len(block) == 2

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from engine.weights.reader import check_dtype, check_shape
@@ -135,10 +136,21 @@ class ShardWriter:
         self._pending_bytes = 0
         self._shard_of: dict[str, int] = {}
         self._num_shards = 0
+        self._placed: list[Path] = []
         self.total_bytes = 0
 
+    def place(self, name: str) -> Path:
+        """Where to write a file that goes with the shards, should they be discarded."""
+        self._placed.append(self._directory / name)
+        return self._placed[-1]
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        for path in self._placed:
+            path.unlink(missing_ok=True)
+
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take tensors; they are on disk after `close` at the latest."""
+        """Take tensors; they are on disk after `close` at the latest. Raises OSError."""
         for name, tensor in tensors.items():
             if self._pending and self._pending_bytes + tensor.nbytes > self._shard_bytes:
                 self._flush()
@@ -149,18 +161,21 @@ class ShardWriter:
         """Write what is left, give the shards their final names, write the index."""
         self._flush()
         for number in range(self._num_shards):
-            self._temporary(number).rename(self._directory / self._name(number))
+            self._temporary(number).rename(self.place(self._name(number)))
         index = {
             "metadata": {"total_size": self.total_bytes},
             "weight_map": {name: self._name(n) for name, n in sorted(self._shard_of.items())},
         }
-        path = self._directory / "model.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=2))
+        self.place("model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
     def _flush(self) -> None:
         if not self._pending:
             return
-        save_file(self._pending, self._temporary(self._num_shards), metadata={"format": "pt"})
+        path = self.place(self._temporary(self._num_shards).name)
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, for one
+            raise OSError(f"{path}: {error}") from error
         self._shard_of |= dict.fromkeys(self._pending, self._num_shards)
         self._num_shards += 1
         self.total_bytes += self._pending_bytes

@@ -93,7 +93,7 @@ class W4Format:
         )
 
     def check(self, files: TensorFiles, name: str, shape: Sequence[int]) -> None:
-        num_rows, num_cols = shape
+        num_rows, num_cols = _matrix(name, shape)
         group = NVFP4_GROUP_LEN if self.layout.endswith("nvfp4") else GROUP_LEN
         if num_cols % group:
             raise WeightMismatchError(
@@ -137,7 +137,8 @@ class W4Format:
         return None
 
     def shape(self, files: TensorFiles, name: str) -> list[int]:
-        num_rows, width = files.shape(_part(name, self.packed))
+        stored = _part(name, self.packed)
+        num_rows, width = _matrix(stored, files.shape(stored))
         return [num_rows, width * self._codes_a_word]
 
     @property
@@ -173,14 +174,15 @@ class W4Format:
         """Exact where every scale is a power of two, which e8m0 can say; else None."""
         scales = files.raw(_part(name, self.scale)).float()
         mantissa, exponent = torch.frexp(scales)
-        if not bool((mantissa == 0.5).all()):
+        codes = exponent - 1 + _E8M0_BIAS
+        if not bool(((mantissa == 0.5) & (codes >= 0)).all()):
             return None
         words = files.raw(_part(name, self.packed))
         return W4Weight(
             format="mxint4",
             # Eight added to four bits and the top bit flipped are the same thing.
             packed=words.contiguous().view(torch.uint8) ^ 0x88,
-            scales=(exponent - 1 + _E8M0_BIAS).to(torch.uint8),
+            scales=codes.to(torch.uint8),
             global_scale=torch.ones((), dtype=torch.float32),
         )
 
@@ -195,7 +197,7 @@ class Fp8Block:
         return files.has(_part(name, "weight_scale_inv"))
 
     def check(self, files: TensorFiles, name: str, shape: Sequence[int]) -> None:
-        files.check_part(name, shape, torch.float8_e4m3fn)
+        files.check_part(name, _matrix(name, shape), torch.float8_e4m3fn)
         grid = [-(-size // step) for size, step in zip(shape, self.block, strict=True)]
         files.check_part(_part(name, "weight_scale_inv"), grid, *_FLOATS, torch.float8_e8m0fnu)
 
@@ -307,6 +309,15 @@ def stored_format(scheme: QuantScheme) -> StoredFormat:
             return FusedMxfp4()
         case _:
             return W4Format(layout=scheme.layout, packed="weight_packed", scale="weight_scale")
+
+
+def _matrix(name: str, shape: Sequence[int]) -> Sequence[int]:
+    """The shape; low-bit layouts hold matrices alone."""
+    if len(shape) != 2:
+        raise WeightMismatchError(
+            f"tensor {name!r}: found shape {list(shape)}, expected two axes, as it is low-bit"
+        )
+    return shape
 
 
 def _part(name: str, suffix: str) -> str:

@@ -323,6 +323,10 @@ def test_every_wrong_part_of_a_weight_is_named_before_anything_is_read(
         (_compressed("pack-quantized", "int", 32, num_bits=8), "num_bits is 8; supported: 4"),
         (_compressed("pack-quantized", "int", 32, symmetric=False), "symmetric is False"),
         (_compressed("int-quantized", "int", 32), "format is 'int-quantized'; supported: 'nvfp4"),
+        (
+            {**_compressed("pack-quantized", "int", 32), "transform_config": {"config_groups": {}}},
+            r"transform_config is \{'config_groups': \{\}\}; supported: None",
+        ),
     ],
 )
 def test_a_layout_we_do_not_have_is_refused_by_field(
@@ -330,6 +334,47 @@ def test_a_layout_we_do_not_have_is_refused_by_field(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=said):
         open_hf_weights(_write(tmp_path, spec, {"a": torch.zeros(1)}))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {**_MODELOPT, "group_size": None},
+        {**_FP8, "fmt": None},
+        _compressed("pack-quantized", "int", 32, symmetric=None, actorder=None),
+        {**_compressed("pack-quantized", "int", 32), "transform_config": {}},
+    ],
+)
+def test_a_field_that_is_null_counts_as_missing(tmp_path: Path, spec: dict[str, Any]) -> None:
+    assert isinstance(
+        open_hf_weights(_write(tmp_path, spec, {"a": torch.zeros(1)})), QuantizedWeights
+    )
+
+
+@pytest.mark.parametrize("layout", ["modelopt", "nvfp4", "mxfp4", "int4", "fp8"])
+def test_a_low_bit_vector_is_named(tmp_path: Path, layout: str) -> None:
+    """Where a model asks for a vector, and where its codes have one axis."""
+    spec, parts = _layouts()[layout]
+    flat = {_BASE + part: tensor.flatten() for part, tensor in parts.items()}
+    reader = open_hf_weights(_write(tmp_path, spec, flat))
+    with pytest.raises(WeightMismatchError, match=r"up_proj\.weight': found shape \[\d+\], .*axes"):
+        reader.check(_NAME, (_N * _K,))
+    with pytest.raises(WeightMismatchError, match=r"up_proj\.weight"):
+        reader.check(_NAME, reader.shape(_NAME))
+
+
+def test_int4_scales_too_small_for_e8m0_are_no_mxint4(tmp_path: Path) -> None:
+    spec, parts = _layouts()["int4"]
+    for exponent, is_kept in ((-127, True), (-128, False), (-130, False)):
+        scales = torch.full((_N, _K // 32), 2.0**exponent)
+        tensors = {_BASE + part: tensor for part, tensor in parts.items()}
+        tensors[f"{_BASE}weight_scale"] = scales
+        reader = open_hf_weights(_write(tmp_path, spec, tensors))
+        found = reader.w4(_NAME, (_N, _K))
+        assert (found is not None) is is_kept
+        if found is not None:
+            dense = reader.dense(_NAME, (_N, _K), torch.float32)
+            assert torch.equal(dequantize_w4(found), dense) and bool(dense.any())
 
 
 def test_hf_quant_config_beside_the_configuration_counts(tmp_path: Path) -> None:
