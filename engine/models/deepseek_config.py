@@ -212,6 +212,11 @@ def _experts(fields: ConfigFields, path: Path, *, is_v3: bool) -> ExpertsConfig 
     groups_kept = fields.whole("topk_group", default=1) if is_grouped else 1
     top_k = fields.whole("num_experts_per_tok")
     _check_groups(path, num_experts, num_groups, groups_kept, top_k)
+    if group_score == "top2" and 1 < num_groups == num_experts:
+        raise UnsupportedModelError(
+            f"{path}: n_group is {num_groups}; supported with topk_method {method!r}: "
+            f"groups of at least 2 of the {num_experts} experts"
+        )
     return ExpertsConfig(
         num_experts=num_experts,
         top_k=top_k,

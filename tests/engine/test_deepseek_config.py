@@ -186,6 +186,7 @@ def test_v3_and_kimi_route_by_sigmoid_with_a_bias(
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; .*'noaux_tc': 'sigmoid'"),
         ({"n_group": 7}, "n_group is 7; supported: a divisor of n_routed_experts"),
         ({"topk_group": 9}, "topk_group is 9; supported: 1 to 8"),
+        ({"n_group": 256, "topk_group": 8}, "n_group is 256; .*'noaux_tc': groups of at least 2 "),
         ({"num_experts_per_tok": 17}, "num_experts_per_tok is 17; supported: 1 to 16"),
         ({"rope_scaling": {"type": "longrope"}}, "rope type is 'longrope'; supported: default, ya"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63; supported: even"),
