@@ -63,6 +63,24 @@ def test_explain_says_which_formats_nobody_asks_for() -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize(
+    ("traits", "said"),
+    [
+        (["head_dim=64", "head_dim=128"], "got 'head_dim' twice; allowed: once"),
+        (["head_dim=wide"], "got head_dim=wide; allowed: what the op paged_attention would say"),
+        (["head_dim=²"], "got head_dim=²; allowed: what the op paged_attention would say"),
+        (["head_dim=--64"], "got head_dim=--64; allowed: what the op paged_attention would say"),
+    ],
+)
+def test_explain_names_traits_that_no_op_would_give(traits: list[str], said: str) -> None:
+    options = [part for trait in traits for part in ("--trait", trait)]
+    result = CliRunner().invoke(main, ["explain", "paged_attention", *options])
+    assert result.exit_code == 2
+    assert said in result.output
+    twice = ["explain", "linear", "--format", "x=bf16", "--format", "x=fp32"]
+    assert "got 'x' twice" in CliRunner().invoke(main, twice).output
+
+
 def test_explain_names_devices_that_there_are() -> None:
     result = CliRunner().invoke(main, ["explain", "linear", "--device", "tpu"])
     assert result.exit_code == 2 and "'cpu', 'cuda'" in result.output
