@@ -17,6 +17,7 @@ from engine.weights.errors import ModelFormatError, UnsupportedModelError
 from engine.weights.quant_config import quant_scheme, read_json_object
 
 _ROPE_KINDS = ("default", "linear", "llama3")
+_ROPE_FIELDS = ("rope_parameters", "rope_scaling")
 _HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 _PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", None),
@@ -179,7 +180,7 @@ def architecture_name(config: Mapping[str, Any]) -> object:
 
 def rope_spec(fields: ConfigFields) -> ConfigFields:
     """The rope settings in either form: `rope_parameters`, or `rope_scaling`."""
-    return fields.table("rope_parameters", "rope_scaling")
+    return fields.table(*_ROPE_FIELDS)
 
 
 def rope_from_hf(fields: ConfigFields, path: Path, kinds: Sequence[str]) -> RopeConfig:
@@ -187,6 +188,7 @@ def rope_from_hf(fields: ConfigFields, path: Path, kinds: Sequence[str]) -> Rope
 
     Raises: UnsupportedModelError, ModelFormatError.
     """
+    _refuse_two_ropes(fields, path)
     spec = rope_spec(fields)
     names = (spec.raw("rope_type"), spec.raw("type"), "default")
     kind = next(name for name in names if name is not None)
@@ -204,6 +206,27 @@ def rope_from_hf(fields: ConfigFields, path: Path, kinds: Sequence[str]) -> Rope
         high_freq_factor=spec.number("high_freq_factor", default=4.0),
         original_context_len=spec.whole("original_max_position_embeddings", default=context_len),
     )
+
+
+def _refuse_two_ropes(fields: ConfigFields, path: Path) -> None:
+    """Readers differ in which of the two counts, so they must say the same."""
+    for name in _ROPE_FIELDS:
+        fields.table(name)  # refuses what is no object
+    new, old = (_said_of_rope(fields.raw(name)) for name in _ROPE_FIELDS)
+    if new and old and new != old:
+        raise UnsupportedModelError(
+            f"{path}: rope_scaling is {fields.raw('rope_scaling')!r} beside rope_parameters "
+            f"{fields.raw('rope_parameters')!r}; supported: one of them, or the same in both"
+        )
+
+
+def _said_of_rope(spec: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Its settings by their newer names, but for the base, which one form has elsewhere."""
+    if not spec:
+        return {}
+    said = {key: value for key, value in spec.items() if value is not None}
+    said.setdefault("rope_type", said.get("type", "default"))
+    return {key: value for key, value in said.items() if key not in ("type", "rope_theta")}
 
 
 def refuse_other_values(

@@ -167,7 +167,8 @@ def _config(fields: ConfigFields, path: Path, *, is_v3: bool) -> DeepseekConfig:
         max_context_len=fields.whole("max_position_embeddings"),
         rms_eps=fields.number("rms_norm_eps"),
         rope=rope,
-        is_rope_interleaved=fields.flag("rope_interleave", True),
+        # Null is read as either by others.
+        is_rope_interleaved=not fields.has("rope_interleave") or fields.flag("rope_interleave"),
         softmax_scale=(nope_dim + rope_dim) ** -0.5 * mscale * mscale,
         is_tied=fields.flag("tie_word_embeddings", False),
         experts=experts,
@@ -201,13 +202,16 @@ def _experts(fields: ConfigFields, path: Path, *, is_v3: bool) -> ExpertsConfig 
             f"{path}: scoring_func is {fields.raw('scoring_func')!r}; "
             f"supported with topk_method {method!r}: {score!r}"
         )
-    renormalise = fields.flag("norm_topk_prob", is_v3)
+    # What a file means that says nothing of these, the released readers disagree on.
+    fields.expect("n_shared_experts", *(("routed_scaling_factor",) if is_v3 else ()))
+    renormalise = fields.flag("norm_topk_prob", None if is_v3 else False)
     if renormalise and score == "softmax":
         # The released code of the two families disagrees on whether the scale then applies.
         raise UnsupportedModelError(
             f"{path}: norm_topk_prob is True; supported with scoring_func 'softmax': False"
         )
     is_grouped = method != "greedy"
+    fields.expect(*(("n_group", "topk_group") if is_grouped else ()))
     num_groups = fields.whole("n_group", default=1) if is_grouped else 1
     groups_kept = fields.whole("topk_group", default=1) if is_grouped else 1
     top_k = fields.whole("num_experts_per_tok")
@@ -252,6 +256,8 @@ def _rope(fields: ConfigFields, path: Path) -> tuple[RopeConfig, float]:
     if rope.kind != "yarn":
         return rope, 1.0
     spec = rope_spec(fields)
+    if rope.theta == 1:  # every wave is as long as the others
+        raise UnsupportedModelError(f"{path}: rope_theta is 1.0; supported with yarn: others")
     if spec.raw("original_max_position_embeddings") is None:
         raise ModelFormatError(
             f"{path}: yarn rope needs original_max_position_embeddings, found None"

@@ -26,6 +26,16 @@ class ConfigFields:
         self._path = path
         self._inside = f"{inside}." if inside else ""
 
+    def has(self, name: str) -> bool:
+        """Whether the field is there, be it null."""
+        return name in self._values
+
+    def expect(self, *names: str) -> None:
+        """Refuse a file in which one of these fields is not there, be it null."""
+        for name in names:
+            if not self.has(name):
+                raise self._missing(name)
+
     def raw(self, name: str) -> Any:
         """The value as it is; None where there is none."""
         return self._values.get(name)
@@ -55,11 +65,9 @@ class ConfigFields:
             raise self._wrong(name, value, allowed)
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
-        value = self.raw(name)
-        if value is None:
-            return default
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false; needed, and not null, unless there is a default."""
+        value = self._found(name, default, "true or false")
         if not isinstance(value, bool):
             raise self._wrong(name, value, "true or false")
         return value
@@ -78,10 +86,11 @@ class ConfigFields:
     def _found(self, name: str, default: float | None, allowed: str) -> Any:
         value = self.raw(name)
         if value is None and default is None:
-            if name in self._values:
-                raise self._wrong(name, None, allowed)
-            raise ModelFormatError(f"{self._path}: key {self._inside + name!r} is missing")
+            raise self._wrong(name, None, allowed) if self.has(name) else self._missing(name)
         return default if value is None else value
+
+    def _missing(self, name: str) -> ModelFormatError:
+        return ModelFormatError(f"{self._path}: key {self._inside + name!r} is missing")
 
     def _wrong(self, name: str, value: object, allowed: str) -> ModelFormatError:
         return ModelFormatError(

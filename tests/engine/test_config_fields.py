@@ -155,7 +155,10 @@ def test_a_size_that_is_none_is_named_with_what_is_allowed(
             "truncate is False; supported: True",
         ),
         (
-            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            {
+                "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25},
+                "rope_scaling": None,
+            },
             "partial_rotary_factor is 0.25; supported: 1.0",
         ),
     ],
@@ -193,6 +196,57 @@ def test_null_says_as_little_as_a_missing_field(tmp_path: Path) -> None:
         found.append(deepseek_config_from_hf(tmp_path))
     assert found[0] == found[1]
     assert found[0].rope.kind == "default" and found[0].q_rank == 0
+
+
+@pytest.mark.parametrize(
+    ("base", "field"),
+    [(_V3, name) for name in ("n_shared_experts", "routed_scaling_factor", "norm_topk_prob")]
+    + [(_V3, "n_group"), (_V3, "topk_group"), (V2_LITE, "n_shared_experts")],
+)
+def test_what_readers_take_for_different_values_must_be_said(
+    tmp_path: Path, base: dict[str, Any], field: str
+) -> None:
+    """transformers and the code that DeepSeek released have different defaults."""
+    config = {key: value for key, value in base.items() if key != field}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match=f"key '{field}' is missing"):
+        deepseek_config_from_hf(tmp_path)
+    # A decoder without experts has no such fields.
+    (tmp_path / "config.json").write_text(json.dumps({**config, "n_routed_experts": None}))
+    assert deepseek_config_from_hf(tmp_path).experts is None
+
+
+@pytest.mark.parametrize("field", ["norm_topk_prob", "rope_interleave"])
+def test_a_flag_that_readers_take_for_either_is_not_null(tmp_path: Path, field: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**_V3, field: None}))
+    with pytest.raises(ModelFormatError, match=f"{field} is None; allowed: true or false"):
+        deepseek_config_from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("read", [deepseek_config_from_hf, decoder_config_from_hf])
+def test_two_forms_of_rope_must_say_the_same(tmp_path: Path, read: Read) -> None:
+    """transformers lets the older one win where both are there."""
+    base = _V3 if read is deepseek_config_from_hf else _LLAMA
+    old = {**base["rope_scaling"], "attention_factor": None}
+    new = {key: value for key, value in old.items() if key not in ("type", "rope_type")}
+    new |= {"rope_type": old.get("type", old.get("rope_type")), "rope_theta": 10000.0}
+
+    def ask(rope_parameters: object) -> object:
+        config = {**base, "rope_scaling": old, "rope_parameters": rope_parameters}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read(tmp_path)
+
+    assert ask(new) == ask(None) == ask({})
+    others = [{**new, "factor": 2.0}, {"rope_type": "default", "rope_theta": 10000.0}]
+    for other in [*others, {"rope_theta": 10000.0}, {**new, "beta_fast": 64}]:
+        with pytest.raises(UnsupportedModelError, match="rope_scaling is .* beside rope_param"):
+            ask(other)
+
+
+def test_yarn_needs_waves_of_several_lengths(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**_V3, "rope_theta": 1}))
+    with pytest.raises(UnsupportedModelError, match=r"rope_theta is 1\.0; supported with yarn"):
+        deepseek_config_from_hf(tmp_path)
 
 
 def test_a_whole_number_may_be_spelled_with_a_point() -> None:
