@@ -154,7 +154,8 @@ class DeepseekForCausalLM:
         cut, folded = rows.num_prefill_rows, rows.folded
         if self._group == 0:  # in a run before any capture
             self._group = self.rows_of_group(kv_pool)
-            del self._workspaces[1]
+            if self._group > 1:
+                del self._workspaces[1]  # made again, with room for what groups leave
         if folded is not None:
             workspace = self._workspace(folded.q_len)
             plan_mla_decode(workspace, folded.seq_lens, rows.page_table, folded.row_slots)

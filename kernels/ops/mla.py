@@ -46,7 +46,8 @@ def plan_mla_decode(
     page_table: torch.Tensor,
     row_slots: torch.Tensor,
 ) -> None:
-    """Cut the batch's KV into equal runs; once per step, before any layer's `mla_decode`.
+    """Cut the batch's KV into equal runs; once per step, before any layer's `mla_decode`. Where the
+    workspace has groups, what rows of a group share is in them once.
 
     Args:
         workspace: its plan is overwritten, on the device, without a synchronisation.

@@ -131,3 +131,27 @@ def test_folded_rows_launch_what_rows_of_one_token_launch(kv: str, cases: str) -
     assert one_token["mla_absorb_kernel"] == one_token["mla_merge_values_kernel"] == 1
     assert folded == [one_token] * len(folded)
     assert sum(found["added_forms"].values()) <= 10, found["added_forms"]
+
+
+def test_groups_fill_a_tile_of_queries_on_hopper_in_bf16() -> None:
+    script = (
+        "import json, torch\n"
+        "from benchmarks.gpu.stub_device import META, stub_device\n"
+        "from kernels.ops.mla_decode_form import rows_of_group\n"
+        "from kernels.selection import override\n"
+        "with stub_device():\n"
+        "    pool = torch.empty(1, 64, 576, dtype=torch.bfloat16, device=META)\n"
+        "    planes = torch.empty(1, 64 * 656, dtype=torch.uint8, device=META)\n"
+        "    def group(heads, layer=pool, dtype=torch.bfloat16):\n"
+        "        return rows_of_group(heads, 512, 64, dtype, layer)\n"
+        "    found = [group(heads) for heads in (1, 3, 16, 24, 33, 64, 128)]\n"
+        "    found += [group(16, planes), group(16, pool.float(), torch.float32)]\n"
+        "    with override('mla_decode_group', 'apart'):\n"
+        "        found.append(group(16))\n"
+        "    print(json.dumps(found))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == [16, 16, 4, 2, 1, 1, 1, 1, 1, 1]

@@ -89,3 +89,12 @@ def test_a_plan_for_more_rows_than_the_workspace_holds_is_refused() -> None:
 def test_a_workspace_of_no_rows_is_refused() -> None:
     with pytest.raises(KernelInputError, match="max_rows: got 0; allowed: at least 1"):
         make_mla_workspace(max_rows=0, num_heads=2, q_len=1, device="cpu")
+
+
+@pytest.mark.parametrize(("group", "q_len", "heads"), [(0, 1, 4), (3, 1, 4), (32, 1, 2), (2, 2, 4)])
+def test_a_group_that_fits_no_tile_is_refused(group: int, q_len: int, heads: int) -> None:
+    sizes = dict(max_rows=4, num_heads=heads, q_len=q_len, device="cpu")
+    with pytest.raises(KernelInputError, match=f"group: got {group}; allowed: 1; of one query"):
+        make_mla_workspace(**sizes, group=group)
+    with pytest.raises(KernelInputError, match="group: got 8; allowed: 1; of one query"):
+        make_mla_workspace(max_rows=4, num_heads=16, q_len=1, device="cpu", group=8)
