@@ -127,6 +127,8 @@ def _line(verdict: Verdict) -> str:
     if verdict.error is None:
         return f"skip  {verdict.family} {verdict.kernel}: {verdict.case}"
     word = "ok  " if verdict.passes else "FAIL"
+    if verdict.raised is not None:
+        return f"{word}  {verdict.family} {verdict.kernel}: {verdict.case} raised {verdict.raised}"
     return (
         f"{word}  {verdict.family} {verdict.kernel}: {verdict.case} "
         f"error {verdict.error:.2e} <= {verdict.allowed:.0e}"
@@ -171,12 +173,19 @@ def bench(families: tuple[str, ...], repeats: int, as_json: bool) -> None:
     if repeats < 1:
         raise click.BadParameter(f"got {repeats}; allowed: 1 or more", param_hint="--repeats")
     REGISTRY.load_plugins()
+    num_raised = 0
     for family in families or known:
         for timing in time_family(family, repeats):
+            num_raised += timing.raised is not None
             if as_json:
                 click.echo(json.dumps(asdict(timing)))
             elif timing.us is not None:
                 click.echo(f"{timing.us:10.1f} us  {timing.family} {timing.kernel}: {timing.case}")
+            elif timing.raised is not None:
+                where = f"{timing.family} {timing.kernel}: {timing.case}"
+                click.echo(f"FAIL  {where} raised {timing.raised}")
+    if num_raised:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

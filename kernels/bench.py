@@ -24,19 +24,25 @@ from kernels.verify import all_cases
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Median microseconds of a case on a kernel; None where the kernel refuses the call."""
+    """Median microseconds of a case on a kernel; None where it refuses the call, or `raised`."""
 
     family: str
     kernel: str
     case: str
     us: float | None
+    raised: str | None = None
 
 
 def time_family(family: str, repeats: int) -> Iterator[Timing]:
     """Yield the time of every case on every kernel of the family, the reference included."""
     for case in all_cases().get(family, []):
         for spec in REGISTRY.specs(family):
-            yield Timing(family, spec.name, case.name, _median_us(spec, case, repeats))
+            try:
+                timing = Timing(family, spec.name, case.name, _median_us(spec, case, repeats))
+            except Exception as error:  # a plugin's may be any
+                said = f"{type(error).__name__}: {error}"
+                timing = Timing(family, spec.name, case.name, None, said)
+            yield timing
 
 
 def _median_us(spec: KernelSpec, case: Case, repeats: int) -> float | None:

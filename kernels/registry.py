@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
-from kernels.errors import KernelConflictError
+from kernels.errors import KernelConflictError, KernelInputError
 from kernels.platform import Capability
 from kernels.signature import CallSignature
 
@@ -69,7 +69,13 @@ class KernelSpec:
             allowed = self.formats.get(argument)
             if allowed is not None and given not in allowed:
                 return f"{argument} is {given}, it takes {'/'.join(sorted(allowed))}"
-        return self.refuses(signature)
+        try:
+            return self.refuses(signature)
+        except Exception as error:
+            if self.priority is not Priority.PLUGIN:
+                raise
+            # Others run the call: a plugin must not take the server down.
+            return f"its check of the call raised {type(error).__name__}: {error}"
 
 
 class Registry:
@@ -119,17 +125,26 @@ class Registry:
     def load_plugins(self) -> None:
         """Call every installed entry point of the group, once per process.
 
-        A plugin that raises is logged and left out: it must not take the server down.
+        A plugin that raises is logged and left out, with all that it had registered by then: it
+        must not take the server down.
         """
         with self._lock:
             if self._plugins_loaded:
                 return
             self._plugins_loaded = True
         for point in entry_points(group=PLUGIN_GROUP):
+            before = self._names()
             try:
                 point.load()()
-            except Exception:
+            except (Exception, SystemExit):
+                for family, name in self._names() - before:
+                    self.remove(family, name)
                 logger.warning("kernel plugin %s failed to load", point.name, exc_info=True)
+
+    def _names(self) -> set[tuple[str, str]]:
+        """Every kernel, by family and name."""
+        with self._lock:
+            return {(family, name) for family, specs in self._families.items() for name in specs}
 
 
 REGISTRY = Registry()
@@ -160,7 +175,11 @@ def register_kernel(
 
     Raises:
         KernelConflictError: if the family has a kernel of that name.
+        KernelInputError: if the priority is none of the bands.
     """
+    if type(priority) is not Priority:
+        bands = ", ".join(f"Priority.{band.name}" for band in Priority)
+        raise KernelInputError("priority", repr(priority), bands)
 
     def decorate(fn: Fn) -> Fn:
         accepted = {argument: frozenset(names) for argument, names in (formats or {}).items()}

@@ -24,13 +24,15 @@ from kernels.tolerances import tolerance_of
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of one case on one kernel. `error` is None where the kernel refuses the call."""
+    """The outcome of one case on one kernel. `error` is None where the kernel refuses the call,
+    infinite where it `raised`."""
 
     family: str
     kernel: str
     case: str
     error: float | None
     allowed: float
+    raised: str | None = None
 
     @property
     def passes(self) -> bool:
@@ -91,8 +93,11 @@ def all_cases() -> dict[str, list[Case]]:
     return cases
 
 
-def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the worst row's |actual - expected| / |expected|; inf where one has a NaN alone."""
+def error_of(actual: object, expected: torch.Tensor) -> float:
+    """Return the worst row's |actual - expected| / |expected|; inf where one has a NaN alone, and
+    where a kernel returned something else than a tensor of that shape and dtype."""
+    if not isinstance(actual, torch.Tensor):
+        return float("inf")
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
     if torch.equal(actual, expected):
@@ -123,6 +128,9 @@ def verify_case(family: str, kernel: str, case: Case) -> Verdict:
             actual = case.run()
     except NoKernelFoundError:
         return Verdict(family, kernel, case.name, None, allowed)
+    except Exception as error:  # a plugin's may be any
+        said = f"{type(error).__name__}: {error}"
+        return Verdict(family, kernel, case.name, float("inf"), allowed, said)
     return Verdict(
         family, kernel, case.name, error_of(actual, reference_result(family, case)), allowed
     )

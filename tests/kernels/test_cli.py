@@ -7,13 +7,14 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from kernels.__main__ import main
-from kernels.registry import REGISTRY
+from kernels.registry import REGISTRY, Priority, register_kernel
 
 
 def test_ls_prints_every_registered_kernel_as_json() -> None:
@@ -118,6 +119,32 @@ def test_verify_compares_and_counts() -> None:
     assert result.exit_code == 0
     assert "0 failed" in result.output
     assert CliRunner().invoke(main, ["verify", "nothing"]).exit_code == 2
+
+
+@pytest.fixture(params=["raises", "takes no arguments", "returns nothing"])
+def broken_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    def raises(logits: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+    wrong = {"raises": raises, "takes no arguments": lambda: 1, "returns nothing": lambda x: None}
+    register_kernel("argmax", "broken", priority=Priority.TRIAL)(wrong[request.param])
+    yield request.param
+    REGISTRY.remove("argmax", "broken")
+
+
+def test_a_kernel_that_raises_fails_and_the_others_go_on(broken_kernel: str) -> None:
+    result = CliRunner().invoke(main, ["verify", "argmax", "copy_pages", "--verbose"])
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    failed = [line for line in lines if line.startswith("FAIL")]
+    assert all(line.startswith("FAIL  argmax broken: ") for line in failed)
+    assert lines[-1].endswith(f"comparisons, {len(failed)} failed") and len(failed) > 3
+    if broken_kernel == "raises":
+        assert failed[0].endswith("raised RuntimeError: no such instruction")
+    result = CliRunner().invoke(main, ["bench", "argmax", "--repeats", "1"])
+    assert (result.exit_code == 0) is (broken_kernel == "returns nothing")
+    assert "argmax reference" in result.output
+    assert ("FAIL  argmax broken: " in result.output) is (broken_kernel != "returns nothing")
 
 
 def test_bench_times_every_kernel_on_every_case_and_leaves_the_registry_as_it_was() -> None:

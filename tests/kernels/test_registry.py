@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.errors import KernelConflictError, NoKernelFoundError
+from kernels.errors import KernelConflictError, KernelInputError, NoKernelFoundError
 from kernels.platform import Capability, cpu_capability
 from kernels.registry import REGISTRY, KernelSpec, Priority, Registry, register_kernel
 from kernels.selection import (
@@ -169,6 +169,52 @@ def test_a_plugin_that_raises_is_left_out_and_logged(
     assert "kernel plugin broken failed to load" in caplog.text
 
 
+@pytest.mark.parametrize("raised", [RuntimeError("late"), SystemExit(3), KernelInputError])
+def test_a_plugin_that_raises_late_leaves_no_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    family: None,
+    raised: BaseException | type[KernelInputError],
+) -> None:
+    def register() -> None:
+        for name in (FAMILY, "another_family"):
+            register_kernel(name, "half", priority=Priority.PLUGIN)(lambda: "half")
+        if isinstance(raised, BaseException):
+            raise raised
+        register_kernel(FAMILY, "other", priority="high")(lambda: "")  # type: ignore[arg-type]
+
+    class Half:
+        name = "half_done"
+
+        def load(self) -> object:
+            return register
+
+    monkeypatch.setattr("kernels.registry.entry_points", lambda group: [Half()])
+    monkeypatch.setattr(REGISTRY, "_plugins_loaded", False)
+    assert select_kernel(call(x="bf16")).name == "fast"
+    assert "another_family" not in REGISTRY.families()
+    assert "kernel plugin half_done failed to load" in caplog.text
+
+
+def test_a_priority_that_is_no_band_is_named() -> None:
+    for odd in ("high", 40, None):
+        with pytest.raises(KernelInputError, match=r"priority: got .*; allowed: Priority\.TRIAL, "):
+            register_kernel(FAMILY, "odd", priority=odd)  # type: ignore[arg-type]
+
+
+def test_a_plugin_whose_check_raises_runs_no_call(family: None) -> None:
+    def refuses(signature: CallSignature) -> str | None:
+        raise KeyError("head_dim")
+
+    register_kernel(FAMILY, "plugin", priority=Priority.PLUGIN, refuses=refuses)(lambda: "plugin")
+    assert select_kernel(call(x="bf16")).name == "fast"
+    assert "its check of the call raised KeyError" in str(explain_selection(call(x="bf16")))
+    # One of ours that raises is our mistake.
+    register_kernel(FAMILY, "ours", priority=Priority.PORTABLE, refuses=refuses)(lambda: "ours")
+    with pytest.raises(KeyError):
+        explain_selection(call(x="bf16"))
+
+
 def test_cpu_features_are_those_the_operating_system_lists() -> None:
     with open("/proc/cpuinfo", encoding="utf-8") as handle:
         flags = next(line for line in handle if line.startswith("flags")).split()
@@ -178,7 +224,6 @@ def test_cpu_features_are_those_the_operating_system_lists() -> None:
 
 
 def test_torch_dtypes_have_short_format_names() -> None:
-    from kernels.errors import KernelInputError
     from kernels.signature import format_of
 
     assert format_of(torch.bfloat16) == "bf16"
