@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
+import os
 import sys
 from typing import Any
 
@@ -82,11 +82,11 @@ def check(settings: Settings, as_json: bool) -> None:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 def quantize(src: str, dst: str, weight_format: str, exclude: tuple[str, ...], device: str) -> None:
     """Convert a checkpoint to low-bit weights; prints a JSON line per tensor with its error."""
-    # A process of its own: the converter needs torch, which nothing here may load.
+    # The converter needs torch, which nothing here may load.
     patterns = [part for pattern in exclude for part in ("--exclude", pattern)]
     options = ["--format", weight_format, "--device", device, *patterns]
     command = [sys.executable, "-m", "engine.quantize", src, dst, *options]
-    raise SystemExit(subprocess.run(command).returncode)
+    os.execv(sys.executable, command)  # what ends this process ends the converter
 
 
 @main.group()

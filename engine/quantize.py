@@ -7,7 +7,7 @@ routers and what joins the halves of a next-token-prediction layer stay as they 
 formats kv_b_proj, which is used in absorbed form.
 One JSON line per weight on stdout, a summary last; what goes wrong is one line on stderr, and
 leaves nothing in DST.
-Exit codes: 0 done, 1 refused, 2 usage, 130 interrupted.
+Exit codes: 0 done, 1 refused, 2 usage, 130 interrupted, 143 terminated.
 Does not know: models (a name decides what is converted).
 """
 
@@ -17,9 +17,11 @@ import argparse
 import fnmatch
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -118,6 +120,7 @@ def quantize_checkpoint(
     settings = quantization_config(fmt, modules)
     target.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(target, shard_bytes)
+    writer.claim()
     worst: dict[str, Any] = {"tensor": "", "rel_error": 0.0}
     try:
         for name in plain:
@@ -132,6 +135,7 @@ def quantize_checkpoint(
             yield report
         writer.close()
         _write_texts(source, writer, {**config, "quantization_config": settings})
+        writer.release()
     except BaseException:  # an interrupt, too
         writer.discard()
         raise
@@ -244,5 +248,10 @@ def _write_texts(source: Path, writer: ShardWriter, config: dict[str, Any]) -> N
     partial.rename(partial.with_suffix(""))
 
 
+def _end(number: int, _: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())

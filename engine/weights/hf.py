@@ -146,7 +146,13 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in files:
         with _open(path) as file:
-            found.update(dict.fromkeys(file.keys(), path))
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                if name in found:
+                    raise ModelFormatError(
+                        f"{path}: tensor {name!r} is in {found[name].name} too; "
+                        f"allowed: once, where there is no {_INDEX}"
+                    )
+                found[name] = path
     return found
 
 

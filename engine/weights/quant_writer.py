@@ -23,6 +23,7 @@ from kernels.reference.quant import E4M3_MAX, decode_e8m0, quantize_w4
 FORMATS = ("nvfp4", "mxfp4", "mxint4", "fp8")
 FP8_BLOCK = 128
 SHARD_BYTES = 4 << 30
+_MARK = "conversion.partial"
 
 
 def quantization_config(fmt: str, ignore: list[str]) -> dict[str, Any]:
@@ -138,6 +139,18 @@ class ShardWriter:
         self._num_shards = 0
         self._placed: list[Path] = []
         self.total_bytes = 0
+
+    def claim(self) -> None:
+        """Hold the directory, in which hours may pass before there is a shard.
+
+        Raises: OSError: another writer holds it.
+        """
+        mark = self._directory / _MARK
+        mark.touch(exist_ok=False)
+        self._placed.append(mark)
+
+    def release(self) -> None:
+        (self._directory / _MARK).unlink()
 
     def place(self, name: str) -> Path:
         """Where to write a file that goes with the shards, should they be discarded."""

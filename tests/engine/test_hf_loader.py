@@ -104,6 +104,20 @@ def test_a_damaged_safetensors_file_is_named(tmp_path: Path) -> None:
         HfWeights(tmp_path)
 
 
+def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    """Which one is meant only an index can say."""
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    save_file({"b": torch.zeros(2)}, tmp_path / "more.safetensors")
+    assert HfWeights(tmp_path).names == ["a", "b"]
+    save_file({"b": torch.ones(2), "a": torch.ones(2)}, tmp_path / "more.safetensors")
+    said = r"more\.safetensors: tensor 'a' is in model\.safetensors too; allowed: once"
+    with pytest.raises(ModelFormatError, match=said):
+        HfWeights(tmp_path)
+    index = {"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert not HfWeights(tmp_path).raw("a").any()
+
+
 def test_config_json_is_read_as_written(checkpoint: Path) -> None:
     config = decoder_config_from_hf(checkpoint)
     assert (config.num_layers, config.hidden, config.ffn) == (2, 32, 64)

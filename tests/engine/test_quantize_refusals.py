@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.quantize import main, quantize_checkpoint
+from engine.weights.quant_writer import ShardWriter
 
 FORMATS = ("nvfp4", "mxfp4", "mxint4", "fp8")
 _ATTENTION = "model.layers.0.self_attn"
@@ -170,6 +171,46 @@ def test_whoever_stops_in_the_midst_leaves_nothing(tmp_path: Path) -> None:
         lines.close()  # type: ignore[attr-defined]
         assert not any(target.iterdir())
     assert "summary" in [*quantize_checkpoint(source, target, "nvfp4")][-1]
+
+
+def test_a_target_that_another_conversion_writes_to_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also before its first shard is there."""
+    source, target = _source(tmp_path / "source", _tensors()), tmp_path / "out"
+    lines = quantize_checkpoint(source, target, "nvfp4")
+    next(lines)
+    assert main([str(source), str(target), "--format", "fp8"]) == 1
+    assert "quantize.target" in capsys.readouterr().err
+    list(lines)
+    settings = json.loads((target / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == "modelopt"
+    assert not list(target.glob("*.partial"))
+
+
+def test_two_conversions_that_start_at_once_do_not_share_a_target(tmp_path: Path) -> None:
+    first, second = (ShardWriter(tmp_path) for _ in range(2))
+    first.claim()
+    with pytest.raises(FileExistsError):
+        second.claim()
+    second.discard()
+    first.release()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_conversion_that_is_terminated_ends_and_leaves_nothing(tmp_path: Path) -> None:
+    """By the id of `moorage quantize`. Nobody reads its lines: it cannot come to its end."""
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(1, 16) for i in range(2000)}
+    source, target = _source(tmp_path / "source", tensors), tmp_path / "out"
+    command = [sys.executable, "-m", "appliance", "quantize", str(source), str(target)]
+    with subprocess.Popen([*command, "--format", "nvfp4"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b'{"tensor"')
+        process.terminate()
+        rest = process.stdout.read()
+    assert process.returncode == 143
+    assert b"summary" not in rest
+    assert not any(target.iterdir())
 
 
 def test_an_interrupt_is_one_line_and_leaves_nothing(
