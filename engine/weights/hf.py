@@ -6,7 +6,6 @@ Does not know: the model's code, config.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.weights.errors import ModelFormatError, ModelNotFoundError, WeightMismatchError
+from engine.weights.quant_config import read_json_object
 from engine.weights.reader import check_dtype, check_shape
 from kernels.fp8_weight import Fp8Weight
 from kernels.packed_weight import PackedWeight
@@ -132,11 +132,13 @@ class HfWeights:
 def _tensor_files(directory: Path) -> dict[str, Path]:
     index = directory / _INDEX
     if index.exists():
-        try:
-            entries = dict(json.loads(index.read_text("utf-8"))["weight_map"])
-            missing = sorted({f for f in entries.values() if not (directory / f).is_file()})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelFormatError(f"{index}: no readable weight_map: {error}") from None
+        entries: Any = read_json_object(index).get("weight_map")
+        is_map = isinstance(entries, dict)
+        if not is_map or not all(isinstance(file, str) for file in entries.values()):
+            raise ModelFormatError(
+                f"{index}: weight_map is {str(entries)[:80]}; allowed: the names of files by tensor"
+            )
+        missing = sorted({file for file in entries.values() if not _is_file(directory / file)})
         if missing:
             raise ModelNotFoundError(f"{index}: names files that are not there: {missing}")
         return {name: directory / file for name, file in entries.items()}
@@ -154,6 +156,13 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
                     )
                 found[name] = path
     return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no name that a file can have
+        return False
 
 
 def _open(path: Path) -> safe_open:

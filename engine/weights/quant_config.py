@@ -79,13 +79,8 @@ def _modelopt_beside(directory: Path) -> QuantScheme | None:
     path = directory / "hf_quant_config.json"
     if not path.exists():
         return None
-    try:
-        spec = json.loads(path.read_text("utf-8"))["quantization"]
-        return _modelopt(spec, f"{path}: quantization")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UnsupportedModelError):
-            raise
-        raise ModelFormatError(f"{path}: no readable quantization: {error}") from None
+    spec = read_json_object(path).get("quantization")
+    return _modelopt(_object(spec, f"{path}: quantization"), f"{path}: quantization")
 
 
 def _modelopt(spec: Mapping[str, Any], where: str) -> QuantScheme:
@@ -155,7 +150,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """A JSON object of a model directory. Raises ModelFormatError naming the file."""
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelFormatError(f"{path}: not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path}: not a JSON object")

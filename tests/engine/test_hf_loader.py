@@ -24,6 +24,7 @@ from engine.weights.errors import (
 from engine.weights.gguf import open_gguf
 from engine.weights.gguf_weights import GgufWeights
 from engine.weights.hf import HfWeights
+from engine.weights.quantized import open_hf_weights
 from engine.weights.reader import RandomWeights
 
 _CONFIG: dict[str, Any] = {
@@ -96,6 +97,39 @@ def test_a_damaged_index_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelFormatError, match=r"index\.json"):
         HfWeights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "hf_quant_config.json", "model.safetensors.index.json"]
+)
+@pytest.mark.parametrize("damage", ["a directory", "nested", "cut", "no text", "a list"])
+def test_a_json_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert isinstance(open_hf_weights(tmp_path), HfWeights)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if damage == "a directory":
+        path.mkdir()
+    else:
+        texts = {
+            "nested": b"[" * 100_000,
+            "cut": b'{"a": ',
+            "no text": b"\xff\xfe{",
+            "a list": b"[]",
+        }
+        path.write_bytes(texts[damage])
+    with pytest.raises(ModelFormatError, match=name.replace(".", r"\.")):
+        open_hf_weights(tmp_path)
+
+
+def test_an_index_with_a_name_no_file_can_have_is_named(tmp_path: Path) -> None:
+    for odd in ("x" * 5000, "x\0y", "", ".", "/"):
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": odd}})
+        )
+        with pytest.raises(ModelNotFoundError, match="names files that are not there"):
+            HfWeights(tmp_path)
 
 
 def test_a_damaged_safetensors_file_is_named(tmp_path: Path) -> None:
