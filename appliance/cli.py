@@ -83,9 +83,9 @@ def check(settings: Settings, as_json: bool) -> None:
 def quantize(src: str, dst: str, weight_format: str, exclude: tuple[str, ...], device: str) -> None:
     """Convert a checkpoint to low-bit weights; prints a JSON line per tensor with its error."""
     # The converter needs torch, which nothing here may load.
-    patterns = [part for pattern in exclude for part in ("--exclude", pattern)]
+    patterns = [f"--exclude={pattern}" for pattern in exclude]
     options = ["--format", weight_format, "--device", device, *patterns]
-    command = [sys.executable, "-m", "engine.quantize", src, dst, *options]
+    command = [sys.executable, "-m", "engine.quantize", *options, "--", src, dst]
     os.execv(sys.executable, command)  # what ends this process ends the converter
 
 

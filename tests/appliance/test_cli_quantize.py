@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, directory: pathlib.Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "appliance", "quantize", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=directory)
 
 
 def write_checkpoint(directory: pathlib.Path) -> pathlib.Path:
@@ -41,6 +41,17 @@ def test_a_checkpoint_is_converted_and_its_error_reported(
     stored = sum(t.numel() * t.element_size() for f in target.glob("*.safetensors")
                  for t in load_file(f).values())  # fmt: skip
     assert stored < 64 * 128 * 2 * 0.6
+
+
+def test_arguments_that_look_like_options_are_none(tmp_path: pathlib.Path) -> None:
+    write_checkpoint(tmp_path / "-a")
+    arguments = ("--format", "fp8", "--", "-a", "--b")
+    result = run(*arguments, directory=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "--b/config.json").exists()
+    result = run("--exclude", "-x", *arguments[:-1], "--c", directory=tmp_path)
+    assert result.returncode == 1
+    assert "quantize.exclude = '-x'" in result.stderr
 
 
 def test_a_missing_source_is_a_usage_error(tmp_path: pathlib.Path) -> None:
