@@ -124,6 +124,7 @@ class Setting:
         self.num_talks = rng.randrange(15, 30) if self.is_crowded else rng.randrange(3, 14)
         self.most_turns = 2 if self.is_crowded else 5
         self.most_stem = 24 if self.is_crowded else 40
+        self.grammar_budget_ms = GrammarConfig().budget_ms
         self.most_new = 8  # tokens of a turn's prompt behind what it goes on from
         self.overlap_loads = rng.random() < 0.5 or overlap_loads
         self.load_fails_one_in = rng.choice([0, 0, 6])
@@ -185,10 +186,6 @@ class Run:
 
     def _make_talk(self, number: int) -> Talk:
         return Talk(self, number)
-
-    @property
-    def _grammar_budget_ms(self) -> int:
-        return GrammarConfig().budget_ms
 
     @property
     def _store_bytes(self) -> int:
@@ -267,7 +264,7 @@ class Run:
             max_waiting=setting.max_waiting,
             keep_outputs_bytes=setting.keep_outputs_bytes,
             vocabulary=self.vocabulary,
-            grammar=GrammarConfig(budget_ms=self._grammar_budget_ms),
+            grammar=GrammarConfig(budget_ms=setting.grammar_budget_ms),
             tiers=TiersConfig(
                 l2_bytes=shape.num_bytes + 4096 if num else 0,
                 l3_wait_ms=setting.l3_wait_ms,
@@ -519,9 +516,7 @@ class Talk:
         if how == "come back" and code == "unknown_request" and got.started is None:
             return  # the question overtook the request
         if finished.reason is api.FinishReason.ABORTED:
-            assert how == "abort" or self._is_withdrawn(how), (
-                f"{name} ({how}) was aborted by nobody"
-            )
+            self._check_aborted(name, how)
             return
         said = (finished.reason, code, got.ids)
         assert said == (want.reason, want.error_code, want.ids), (
@@ -536,11 +531,12 @@ class Talk:
     def _is_same_top(self, mine: api.TokenLogprobs, right: api.TokenLogprobs) -> bool:
         return mine.top_ids == right.top_ids
 
-    def _is_withdrawn(self, how: str) -> bool:
-        """Refused by an engine that ended, sent again to the next and taken back there, while its
-        reader was on the way from one client to the other."""
-        excused = self.owner.setting.excused
-        return how == "come back" and {"queue_full", "engine_restarted"} <= excused
+    def _check_aborted(self, name: str, how: str) -> None:
+        """By who asked; or taken back, as one engine had refused it when it ended and the next was
+        sent it again, while its reader was on the way from one client to the other."""
+        is_withdrawn = {"queue_full", "engine_restarted"} <= self.owner.setting.excused
+        is_wanted = how == "abort" or (how == "come back" and is_withdrawn)
+        assert is_wanted, f"{name} ({how}) was aborted by nobody"
 
     # Between turns ----------------------------------------------------------------------------
 
@@ -618,21 +614,32 @@ def soak(
     return {"case": case, **totals, "seconds": seconds, "broken": broken}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--minutes", type=float, default=10.0)
+def soak_options(doc: str | None, *, minutes: float) -> argparse.ArgumentParser:
+    """What every soak by seeds is asked."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0] if doc else "")
+    parser.add_argument("--minutes", type=float, default=minutes)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--runs", type=int, default=1 << 40, help="at most so many")
     parser.add_argument("--dump", type=Path, help="where to write what led to a failure")
+    return parser
+
+
+def seeds_of(asked: argparse.Namespace) -> Callable[[], int | None]:
+    """From `--seed` on; None from when its minutes or runs are over."""
+    end_s = time.monotonic() + asked.minutes * 60
+    numbers = iter(range(asked.seed, asked.seed + asked.runs))
+    return lambda: next(numbers, None) if time.monotonic() < end_s else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = soak_options(__doc__, minutes=10.0)
     parser.add_argument(
         "--overlap-loads", action="store_true", help="in every run, not in each second one"
     )
     asked = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
-    end_s = time.monotonic() + asked.minutes * 60
-    numbers = iter(range(asked.seed, asked.seed + asked.runs))
     result = soak(
-        lambda: next(numbers, None) if time.monotonic() < end_s else None,
+        seeds_of(asked),
         asked.dump,
         lambda seed, directory: Run(seed, directory, asked.overlap_loads),
     )

@@ -15,14 +15,12 @@ launcher over plain kernels. Does not know how the engine does any of it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
 import random
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.soak.engine_soak import VOCAB, Run, Setting, Talk, soak
+from benchmarks.soak.engine_soak import VOCAB, Run, Setting, Talk, seeds_of, soak, soak_options
 from engine import api
 from engine.config import EngineConfig
 from engine.execution.device_runner import DeviceModelRunner
@@ -81,6 +79,7 @@ class ModelSetting(Setting):
         self.num_l2_pages = rng.choice([0, 4, num_needed, 64])
         self.most_stem = self.max_context_len * 3 // 4
         self.most_new = rng.choice([8, 40, 120]) if device == "cuda" else rng.choice([8, 24])
+        self.grammar_budget_ms = 60_000  # the reference compiles kernels beside it
         self.nan_one_in = 0
         self.failing_steps = set()
         self.run_ahead = rng.choice([RunAhead(), RunAhead(tokens=8, ms=1, timed_tokens=16)])
@@ -168,10 +167,6 @@ class ModelRun(Run):
 
     def _make_talk(self, number: int) -> Talk:
         return NearTalk(self, number) if self.setting.is_usual else ExactTalk(self, number)
-
-    @property
-    def _grammar_budget_ms(self) -> int:
-        return 60_000  # the reference compiles kernels beside it
 
     def _make_runner(self) -> Any:
         setting = self.setting
@@ -264,9 +259,7 @@ class NearTalk(Talk):
             is_late = how == "come back" and code == "unknown_request"
             assert is_late or code in self.owner.setting.excused, f"{name} ({how}): {finished}"
         if finished is not None and finished.reason is api.FinishReason.ABORTED:
-            assert how == "abort" or self._is_withdrawn(how), (
-                f"{name} ({how}) was aborted by nobody"
-            )
+            self._check_aborted(name, how)
         is_edited = (
             sampling.logit_bias
             or sampling.frequency_penalty
@@ -280,18 +273,11 @@ class NearTalk(Talk):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=int, default=1 << 40, help="at most so many")
-    parser.add_argument("--dump", type=Path, help="where to write what led to a failure")
+    parser = soak_options(__doc__, minutes=5.0)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--usual", action="store_true", help="as it serves, not deterministic")
     asked = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)
-    end_s = time.monotonic() + asked.minutes * 60
-    numbers = iter(range(asked.seed, asked.seed + asked.runs))
-
     if asked.device == "cuda":
         from kernels.triton import mla
 
@@ -302,12 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ModelRun(seed, directory, asked.device, asked.usual)
 
     case = "model_soak_usual" if asked.usual else "model_soak"
-    result = soak(
-        lambda: next(numbers, None) if time.monotonic() < end_s else None,
-        asked.dump,
-        make_run,
-        case,
-    )
+    result = soak(seeds_of(asked), asked.dump, make_run, case)
     print(json.dumps({**result, "device": asked.device}), flush=True)
     return 1 if result["broken"] else 0
 

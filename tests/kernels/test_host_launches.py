@@ -10,6 +10,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -46,15 +47,16 @@ DECODE_ROWS = {
 }
 
 
-def _launches(*arguments: str) -> dict[str, int]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.host_time", "--repeats", "1", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+def _said(*arguments: str) -> Any:
+    """The JSON of a process of its own: no test process loads triton."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, int] = json.loads(done.stdout)["launches_a_layer"]
+    return json.loads(done.stdout)
+
+
+def _launches(*arguments: str) -> dict[str, int]:
+    said = _said("-m", "benchmarks.gpu.host_time", "--repeats", "1", *arguments)
+    found: dict[str, int] = said["launches_a_layer"]
     return found
 
 
@@ -115,14 +117,7 @@ def test_a_short_prefill_launches_less_and_expands_nothing() -> None:
 @pytest.mark.parametrize(("kv", "cases"), [("bf16", "8x1 8x4 8x8"), ("fp8", "8x1 8x2")])
 def test_folded_rows_launch_what_rows_of_one_token_launch(kv: str, cases: str) -> None:
     """No gather in front and none behind; and the start compiles few kernels more."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.folded_launches", kv, *cases.split()],
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = _said("-m", "tests.kernels.folded_launches", kv, *cases.split())
 
     def families(layer: dict[str, float]) -> dict[str, float]:
         return {name.split("_fp8")[0]: num for name, num in layer.items()}
@@ -150,8 +145,4 @@ def test_groups_fill_a_tile_of_queries_on_hopper_in_bf16() -> None:
         "        found.append(group(16))\n"
         "    print(json.dumps(found))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [16, 16, 4, 2, 1, 1, 1, 1, 1, 1]
+    assert _said("-c", script) == [16, 16, 4, 2, 1, 1, 1, 1, 1, 1]
