@@ -19,7 +19,8 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,8 +58,34 @@ _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth
 _NOT_COPIED = ("config.json", "hf_quant_config.json")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+class EndingSignals:
+    """SIGINT and SIGTERM, as they end a conversion: by KeyboardInterrupt.
+
+    What a handler raises inside of a library may come out of it as another error, or not at all;
+    so whoever catches one asks `received`, and whoever goes on calls `check`.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0  # the signal's number
+
+    def install(self) -> None:
+        """Be the process's handler of both."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._end)
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt once a signal came."""
+        if self.received:
+            raise KeyboardInterrupt
+
+    def _end(self, number: int, _: FrameType | None) -> None:
+        self.received = number
+        raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None, signals: EndingSignals | None = None) -> int:
     """Run the command; returns the exit code."""
+    signals = signals or EndingSignals()
     parser = argparse.ArgumentParser(prog="python -m engine.quantize", description=__doc__)
     parser.add_argument("source", metavar="SRC", type=Path)
     parser.add_argument("target", metavar="DST", type=Path)
@@ -74,14 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             exclude=arguments.exclude,
             device=torch.device(arguments.device),
         )
-        for line in lines:
-            print(json.dumps(line), flush=True)
-    except (EngineError, OSError, RuntimeError) as error:
+        with closing(lines):
+            for line in lines:
+                print(json.dumps(line), flush=True)
+                signals.check()
+    except (Exception, KeyboardInterrupt) as error:
+        if signals.received or isinstance(error, KeyboardInterrupt):
+            print("moorage quantize: interrupted", file=sys.stderr, flush=True)
+            return 128 + (signals.received or signal.SIGINT)
+        if not isinstance(error, (EngineError, OSError, RuntimeError)):
+            raise
         print(f"moorage quantize: {error}", file=sys.stderr, flush=True)
         return 1
-    except KeyboardInterrupt:
-        print("moorage quantize: interrupted", file=sys.stderr, flush=True)
-        return 130
     return 0
 
 
@@ -93,7 +124,7 @@ def quantize_checkpoint(
     exclude: Sequence[str] = (),
     device: torch.device | None = None,
     shard_bytes: int = SHARD_BYTES,
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Convert a checkpoint; yields a report per converted weight, then the summary.
 
     Raises:
@@ -248,10 +279,7 @@ def _write_texts(source: Path, writer: ShardWriter, config: dict[str, Any]) -> N
     partial.rename(partial.with_suffix(""))
 
 
-def _end(number: int, _: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)
-    sys.exit(main())
+    ending_signals = EndingSignals()
+    ending_signals.install()
+    sys.exit(main(signals=ending_signals))

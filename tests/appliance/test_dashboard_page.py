@@ -93,8 +93,8 @@ def test_a_turn_is_cancelled_and_a_session_deleted_after_a_question(
         while (runs := list(runner.runs())) and not any(run.stop_cause for run in runs):
             assert time.monotonic() < limit_s, "nobody cancelled the turn"
             time.sleep(0.01)
-        app.engine.resume()
         assert b"event: turn.cancelled" in reply.read()
+    app.engine.resume()
     page.until("document.querySelector('main').innerText.includes('cancelled')")
     page.click("#delete")
     page.click("#confirm-dialog[open] button[value=cancel]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.quantize import main, quantize_checkpoint
+import engine.quantize
+from engine.quantize import EndingSignals, main, quantize_checkpoint
 from engine.weights.quant_writer import ShardWriter
 
 FORMATS = ("nvfp4", "mxfp4", "mxint4", "fp8")
@@ -210,6 +212,42 @@ def test_a_conversion_that_is_terminated_ends_and_leaves_nothing(tmp_path: Path)
         rest = process.stdout.read()
     assert process.returncode == 143
     assert b"summary" not in rest
+    assert not any(target.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("becomes", [KeyboardInterrupt, ValueError, RuntimeError, None])
+def test_a_signal_ends_it_whatever_a_library_makes_of_it(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    becomes: type[BaseException] | None,
+    number: signal.Signals,
+) -> None:
+    """A handler runs also inside of torch and safetensors, which may raise another error for what
+    it raised, or none."""
+    source, target = _source(tmp_path / "source", _tensors()), tmp_path / "out"
+    convert = engine.quantize.quantized_tensors
+
+    def interrupted(name: str, weight: torch.Tensor, fmt: str) -> Tensors:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            if becomes is not None:
+                raise becomes("of the library") from None
+        return convert(name, weight, fmt)
+
+    monkeypatch.setattr(engine.quantize, "quantized_tensors", interrupted)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        signals = EndingSignals()
+        signals.install()
+        assert main([str(source), str(target), "--format", "fp8"], signals) == 128 + number
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    printed = capsys.readouterr()
+    assert printed.err == "moorage quantize: interrupted\n" and "summary" not in printed.out
     assert not any(target.iterdir())
 
 
