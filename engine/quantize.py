@@ -6,7 +6,7 @@ engine loads. Converted are the linear layers of the decoder; embeddings, output
 routers and what joins the halves of a next-token-prediction layer stay as they are, and for 4-bit
 formats kv_b_proj, which is used in absorbed form.
 One JSON line per weight on stdout, a summary last; what goes wrong is one line on stderr, and
-leaves nothing in DST.
+leaves nothing in DST. What a conversion left that was killed is removed by the next one there.
 Exit codes: 0 done, 1 refused, 2 usage, 130 interrupted, 143 terminated.
 Does not know: models (a name decides what is converted).
 """
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from engine.errors import ConfigError, EngineError
+from engine.weights.claim import MARK, DirectoryClaim
 from engine.weights.errors import UnsupportedModelError
 from engine.weights.hf import HfWeights
 from engine.weights.quant_config import quant_scheme, read_json_object
@@ -54,8 +55,8 @@ _KEPT = (
 )
 _KEPT_IN_4_BITS = ("*.kv_b_proj.weight",)
 _WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".gguf")
-# These speak of the source's own format.
-_NOT_COPIED = ("config.json", "hf_quant_config.json")
+# What speaks of the source's own format, and of who wrote it.
+_NOT_COPIED = ("config.json", "hf_quant_config.json", MARK)
 
 
 class EndingSignals:
@@ -151,7 +152,11 @@ def quantize_checkpoint(
     settings = quantization_config(fmt, modules)
     target.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(target, shard_bytes)
-    writer.claim()
+    try:
+        writer.claim()
+    except FileExistsError as error:
+        allowed = f"a directory to which no other conversion writes ({error})"
+        raise ConfigError("quantize.target", str(target), allowed) from error
     worst: dict[str, Any] = {"tensor": "", "rel_error": 0.0}
     try:
         for name in plain:
@@ -197,7 +202,7 @@ def _check_target(target: Path) -> None:
     allowed = "a directory that is empty or not there"
     if not target.is_dir() and (target.exists() or target.is_symlink()):
         raise ConfigError("quantize.target", str(target), allowed)
-    if target.is_dir() and any(target.iterdir()):
+    if target.is_dir() and not DirectoryClaim.is_free(target):
         raise ConfigError("quantize.target", str(target), allowed)
 
 

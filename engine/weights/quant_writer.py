@@ -17,13 +17,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from engine.weights.claim import DirectoryClaim
 from engine.weights.reader import check_dtype, check_shape
 from kernels.reference.quant import E4M3_MAX, decode_e8m0, quantize_w4
 
 FORMATS = ("nvfp4", "mxfp4", "mxint4", "fp8")
 FP8_BLOCK = 128
 SHARD_BYTES = 4 << 30
-_MARK = "conversion.partial"
 
 
 def quantization_config(fmt: str, ignore: list[str]) -> dict[str, Any]:
@@ -132,35 +132,29 @@ class ShardWriter:
 
     def __init__(self, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self._directory = directory
+        self._claim = DirectoryClaim(directory)
         self._shard_bytes = shard_bytes
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
         self._shard_of: dict[str, int] = {}
         self._num_shards = 0
-        self._placed: list[Path] = []
         self.total_bytes = 0
 
     def claim(self) -> None:
-        """Hold the directory, in which hours may pass before there is a shard.
-
-        Raises: OSError: another writer holds it.
-        """
-        mark = self._directory / _MARK
-        mark.touch(exist_ok=False)
-        self._placed.append(mark)
+        """Hold the directory. Raises OSError, as `DirectoryClaim.take`."""
+        self._claim.take()
 
     def release(self) -> None:
-        (self._directory / _MARK).unlink()
+        """Leave what was written as it is."""
+        self._claim.release()
 
     def place(self, name: str) -> Path:
         """Where to write a file that goes with the shards, should they be discarded."""
-        self._placed.append(self._directory / name)
-        return self._placed[-1]
+        return self._claim.place(name)
 
     def discard(self) -> None:
         """Remove what was written."""
-        for path in self._placed:
-            path.unlink(missing_ok=True)
+        self._claim.discard()
 
     def add(self, tensors: dict[str, torch.Tensor]) -> None:
         """Take tensors; they are on disk after `close` at the latest. Raises OSError."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import signal
@@ -17,8 +18,10 @@ from safetensors.torch import load_file, save_file
 
 import engine.quantize
 from engine.quantize import EndingSignals, main, quantize_checkpoint
+from engine.weights.claim import MARK
 from engine.weights.quant_writer import ShardWriter
 
+INDEX = "model.safetensors.index.json"
 FORMATS = ("nvfp4", "mxfp4", "mxint4", "fp8")
 _ATTENTION = "model.layers.0.self_attn"
 _QUERY = f"{_ATTENTION}.q_proj.weight"
@@ -188,6 +191,56 @@ def test_a_target_that_another_conversion_writes_to_is_named(
     settings = json.loads((target / "config.json").read_text())["quantization_config"]
     assert settings["quant_method"] == "modelopt"
     assert not list(target.glob("*.partial"))
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(1, 16) for i in range(2000)}
+    source, target = _source(tmp_path / "source", tensors), tmp_path / "out"
+    (source / MARK).write_text("of the source")
+    code = (
+        "import sys; from pathlib import Path; from engine.quantize import quantize_checkpoint\n"
+        "for line in quantize_checkpoint(*map(Path, sys.argv[1:]), 'fp8', shard_bytes=1000):\n"
+        "    print(line, flush=True)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        while len(list(target.glob("shard-*.partial"))) < 2:
+            assert process.stdout.readline()
+        process.kill()
+        process.stdout.read()
+    assert len(list(target.iterdir())) > 2
+    assert main([str(source), str(target), "--format", "nvfp4"]) == 0
+    names = sorted(path.name for path in target.iterdir())
+    assert names == ["config.json", "model-00001-of-00001.safetensors", INDEX]
+
+
+def _no_locks(*arguments: object) -> None:
+    raise OSError(errno.ENOLCK, "no locks")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_mark_beside_files_of_others_removes_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    """Nor where the file system cannot say whether who left the mark still lives."""
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", _no_locks)
+    (tmp_path / MARK).write_text("shard-00000.partial\nmodel.safetensors\n")
+    (tmp_path / "shard-00000.partial").touch()
+    if locks:
+        (tmp_path / "mine").touch()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(FileExistsError):
+        ShardWriter(tmp_path).claim()
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_without_locks_a_directory_is_claimed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fcntl.flock", _no_locks)
+    test_two_conversions_that_start_at_once_do_not_share_a_target(tmp_path)
 
 
 def test_two_conversions_that_start_at_once_do_not_share_a_target(tmp_path: Path) -> None:
