@@ -45,9 +45,12 @@ def rope_table(max_positions: int, head_dim: int, theta: float = _ROPE_THETA) ->
 
 
 def random_stack(
-    weight_format: str, shape: ops.LlamaShape = SHAPE, seed: int = 0
+    weight_format: str, shape: ops.LlamaShape = SHAPE, seed: int = 0, heads: str = "plain"
 ) -> ops.LlamaStack:
-    """Return a decoder of random weights in one format ("q4_1", "q8_0" or "bf16")."""
+    """Return a decoder of random weights in one format ("q4_1", "q8_0" or "bf16").
+
+    heads: what they have beyond rope, "bias", "norm" or "bias+norm".
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(num_rows: int, num_cols: int) -> ops.Weight:
@@ -57,8 +60,16 @@ def random_stack(
             return dense
         return random_blocks(num_rows, num_cols, weight_format, generator)
 
-    def norm() -> torch.Tensor:
-        return torch.rand(shape.hidden, generator=generator) + 0.5
+    def norm(width: int = shape.hidden) -> torch.Tensor:
+        return torch.rand(width, generator=generator) + 0.5
+
+    def extras() -> dict[str, torch.Tensor]:
+        found = {}
+        if "bias" in heads:
+            found["qkv_bias"] = torch.randn(qkv_width, generator=generator) / 2
+        if "norm" in heads:
+            found |= {"q_norm": norm(shape.head_dim), "k_norm": norm(shape.head_dim)}
+        return found
 
     q_width = shape.num_heads * shape.head_dim
     qkv_width = q_width + 2 * shape.num_kv_heads * shape.head_dim
@@ -70,6 +81,7 @@ def random_stack(
             post_norm=norm(),
             gate_up=matrix(2 * shape.ffn, shape.hidden),
             down=matrix(shape.hidden, shape.ffn),
+            **extras(),
         )
         for _ in range(shape.num_layers)
     )
@@ -85,9 +97,13 @@ def random_stack(
 
 
 def _forward(
-    shape: ops.LlamaShape, weight_format: str, specs: list[RowSpec], page_size: int
+    shape: ops.LlamaShape,
+    weight_format: str,
+    specs: list[RowSpec],
+    page_size: int,
+    heads: str = "plain",
 ) -> torch.Tensor:
-    stack = _cached_stack(shape, weight_format)
+    stack = _cached_stack(shape, weight_format, heads)
     case = paged_case(
         specs,
         layers=shape.num_layers,
@@ -115,8 +131,8 @@ def _forward(
 
 
 @functools.cache
-def _cached_stack(shape: ops.LlamaShape, weight_format: str) -> ops.LlamaStack:
-    return random_stack(weight_format, shape)
+def _cached_stack(shape: ops.LlamaShape, weight_format: str, heads: str) -> ops.LlamaStack:
+    return random_stack(weight_format, shape, heads=heads)
 
 
 def decoder_cases() -> list[Case]:
@@ -138,4 +154,11 @@ def decoder_cases() -> list[Case]:
     for name in ("decode rows", "mixed"):
         run = functools.partial(_forward, WIDE_SHAPE, "q4_1", steps[name], 64)
         cases.append(Case(f"{name}, head_dim 96", "q4_1", run))
+    for heads in ("bias", "norm", "bias+norm"):
+        for name in ("decode rows", "mixed"):
+            for weight_format in ("q4_1", "bf16"):
+                run = functools.partial(_forward, SHAPE, weight_format, steps[name], 64, heads)
+                cases.append(Case(f"{name} {weight_format}, {heads}", weight_format, run))
+    run = functools.partial(_forward, WIDE_SHAPE, "q4_1", steps["mixed"], 64, "bias+norm")
+    cases.append(Case("mixed, head_dim 96, bias+norm", "q4_1", run))
     return cases

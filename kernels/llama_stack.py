@@ -42,6 +42,18 @@ class LlamaLayer:
     post_norm: torch.Tensor  # [H]
     gate_up: Weight  # [2F, H]: gate rows, then up rows
     down: Weight  # [H, F]
+    # None where the architecture has none: a bias of qkv, and RMSNorm over each head of q and of k
+    # before rope. fp32.
+    qkv_bias: torch.Tensor | None = None  # [(num_heads + 2 * num_kv_heads) * D]
+    q_norm: torch.Tensor | None = None  # [D]
+    k_norm: torch.Tensor | None = None  # [D]
+
+    @property
+    def head_form(self) -> str:
+        """What its heads have beyond the product and rope, as kernels name it."""
+        has_norm = self.q_norm is not None or self.k_norm is not None
+        named = {"bias": self.qkv_bias is not None, "norm": has_norm}
+        return "+".join(name for name, is_there in named.items() if is_there) or "plain"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -85,6 +97,14 @@ class LlamaStack:
         self._expect(f"{path}.attn_out", layer.attn_out, (shape.hidden, q_width))
         self._expect(f"{path}.gate_up", layer.gate_up, (2 * shape.ffn, shape.hidden))
         self._expect(f"{path}.down", layer.down, (shape.hidden, shape.ffn))
+        extras = (
+            ("qkv_bias", layer.qkv_bias, qkv_width),
+            ("q_norm", layer.q_norm, shape.head_dim),
+            ("k_norm", layer.k_norm, shape.head_dim),
+        )
+        for name, values, length in extras:
+            if values is not None:
+                expect_shape(f"{path}.{name}", values, (length,))
 
     @staticmethod
     def _expect(name: str, weight: Weight, shape: tuple[int, int]) -> None:

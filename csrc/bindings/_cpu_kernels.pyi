@@ -69,6 +69,9 @@ def make_layer(
     post_norm: NDArray[np.float32],
     gate_up: PackedMatrix,
     down: PackedMatrix,
+    qkv_bias: NDArray[np.float32],
+    q_norm: NDArray[np.float32],
+    k_norm: NDArray[np.float32],
 ) -> LlamaLayer: ...
 def linear(
     matrix: PackedMatrix, x: NDArray[np.float32], out: NDArray[np.float32], level: str

@@ -6,6 +6,10 @@
 
 #include <cstdint>
 
+#ifdef MOORAGE_EMULATE_AMX
+#include "emulated_tiles.h"
+#endif
+
 namespace moorage::cpu::amx {
 namespace {
 

@@ -28,4 +28,7 @@ set_source_files_properties(
   PROPERTIES COMPILE_OPTIONS "${AVX512_FLAGS}")
 set_source_files_properties(${CPU_DIR}/amx_linear.cpp ${CPU_DIR}/amx_attention.cpp
   PROPERTIES COMPILE_OPTIONS "${AMX_FLAGS}")
+if(MOORAGE_EMULATE_AMX)
+  target_compile_definitions(_cpu_kernels PRIVATE MOORAGE_EMULATE_AMX)
+endif()
 install(TARGETS _cpu_kernels LIBRARY DESTINATION .)

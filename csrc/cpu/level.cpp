@@ -41,6 +41,9 @@ CpuLevel probe() {
   if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return CpuLevel::kPortable;
   const bool has_bf16 = bit(a, 5);
   if (!has_base || !has_vnni || !has_bf16) return CpuLevel::kPortable;
+#ifdef MOORAGE_EMULATE_AMX
+  return CpuLevel::kAmx;
+#endif
   constexpr unsigned long long kTileState = 0x60000;
   if (!has_amx || (state & kTileState) != kTileState) return CpuLevel::kAvx512;
   const long refused = syscall(SYS_arch_prctl, kArchReqXcompPerm, kXfeatureTileData);

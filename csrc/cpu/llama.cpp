@@ -32,6 +32,12 @@ void expect_matrix(const char* name, const PackedMatrix& matrix, int rows, int c
              std::to_string(cols));
 }
 
+void expect_length(const char* name, const std::vector<float>& values, int length) {
+  expect(values.empty() || values.size() == static_cast<size_t>(length),
+         std::string(name) + ": got " + std::to_string(values.size()) + " values; allowed: none or " +
+             std::to_string(length));
+}
+
 }  // namespace
 
 KvLayer layer_of(const LlamaConfig& config, const KvPool& pool, int layer) {
@@ -44,6 +50,19 @@ KvLayer layer_of(const LlamaConfig& config, const KvPool& pool, int layer) {
   kv.num_kv_heads = config.num_kv_heads;
   kv.head_dim = config.head_dim;
   return kv;
+}
+
+void finish_head(const LlamaConfig& config, const HeadExtras& extras, const KernelTable& kernels,
+                 int head, const float* cos_sin, float* row) {
+  const int dim = config.head_dim;
+  if (!extras.qkv_bias.empty()) {
+    const float* bias = extras.qkv_bias.data() + static_cast<size_t>(head) * dim;
+    for (int i = 0; i < dim; ++i) row[i] += bias[i];
+  }
+  if (head >= config.num_heads + config.num_kv_heads) return;  // a head of v
+  const std::vector<float>& norm = head < config.num_heads ? extras.q_norm : extras.k_norm;
+  if (!norm.empty()) kernels.norm_row(row, norm.data(), dim, config.rms_eps, row);
+  kernels.rope_row(row, cos_sin, dim);
 }
 
 LlamaModel::LlamaModel(LlamaWeights weights) : weights_(std::move(weights)) {
@@ -65,6 +84,10 @@ LlamaModel::LlamaModel(LlamaWeights weights) : weights_(std::move(weights)) {
     expect_matrix("attn_out", layer.attn_out, c.hidden, c.query_width());
     expect_matrix("gate_up", layer.gate_up, 2 * c.ffn, c.hidden);
     expect_matrix("down", layer.down, c.hidden, c.ffn);
+    const HeadExtras& extras = layer.extras;
+    expect_length("qkv_bias", extras.qkv_bias, layer.qkv.num_rows);
+    expect_length("q_norm", extras.q_norm, c.head_dim);
+    expect_length("k_norm", extras.k_norm, c.head_dim);
   }
 }
 

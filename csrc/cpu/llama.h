@@ -31,9 +31,20 @@ struct LlamaConfig {
   int query_width() const { return num_heads * head_dim; }
 };
 
+// Empty where the architecture has none: the bias, [rows of qkv]; the norms over each head of q and
+// of k, [head_dim], before rope.
+struct HeadExtras {
+  std::vector<float> qkv_bias;
+  std::vector<float> q_norm;
+  std::vector<float> k_norm;
+
+  bool empty() const { return qkv_bias.empty() && q_norm.empty() && k_norm.empty(); }
+};
+
 struct LlamaLayer {
   std::vector<float> input_norm;
   std::vector<float> post_norm;
+  HeadExtras extras;
   PackedMatrix qkv;
   PackedMatrix attn_out;
   PackedMatrix gate_up;
@@ -120,6 +131,11 @@ struct PoolStrides {
 };
 
 KvLayer layer_of(const LlamaConfig& config, const KvPool& pool, int layer);
+
+// Bias, norm and rope of one head of q, k or v, in place; `head` counts over all three, `row` is
+// [head_dim], `cos_sin` the token's row of the table.
+void finish_head(const LlamaConfig& config, const HeadExtras& extras, const KernelTable& kernels,
+                 int head, const float* cos_sin, float* row);
 
 // Tokens that share one pass over the weights in the small path.
 constexpr int kSmallTokens = 16;

@@ -6,6 +6,7 @@
 //   phase      items                              writes
 //   norm       16-token tiles                     A tiles of the normed residual
 //   qkv        rope pairs of 2 x 16 columns       queries; K and V into the pool
+//              (heads, where they have a bias or a norm)
 //   pack       (row, 32 keys)                     B tiles of the row's K and V
 //   attention  (head, 32 queries of a row)        A tiles of the attended rows
 //   attn_out   32 columns                         residual +=
@@ -61,6 +62,7 @@ class LargeStep {
     for (int member = 0; member < num_threads; ++member) {
       scratch_.push_back(std::make_unique<AlignedArray<uint16_t>>(scratch));
       rows_.push_back(std::make_unique<AlignedArray<float>>(static_cast<size_t>(c_.hidden)));
+      heads_.push_back(std::make_unique<AlignedArray<float>>());
     }
   }
 
@@ -94,8 +96,13 @@ class LargeStep {
     const LlamaLayer& layer = w_.layers[index];
     const KvLayer kv = layer_of(c_, step_.pool, index);
     for (int item; (item = team.claim(me)) >= 0;) norm_tile(layer.input_norm, item, me);
-    team.meet(me, num_head_pairs());
-    for (int item; (item = team.claim(me)) >= 0;) project_pair(layer, index, item, me);
+    if (layer.extras.empty()) {
+      team.meet(me, num_head_pairs());
+      for (int item; (item = team.claim(me)) >= 0;) project_pair(layer, index, item, me);
+    } else {
+      team.meet(me, c_.num_heads + 2 * c_.num_kv_heads);
+      for (int item; (item = team.claim(me)) >= 0;) project_head(layer, index, item, me);
+    }
     team.meet(me, attention_.num_pack_items());
     for (int item; (item = team.claim(me)) >= 0;) attention_.pack(kv, item);
     team.meet(me, attention_.num_attend_items());
@@ -133,6 +140,26 @@ class LargeStep {
     return product;
   }
 
+  // Where a head of q, k or v goes: token t to rows[t] + offset, times scale.
+  struct HeadPlace {
+    uint16_t* const* rows;
+    size_t offset;
+    float scale;
+  };
+
+  HeadPlace place_of(int head, int index) const {
+    if (head < c_.num_heads) {
+      const float scale = kLog2E / std::sqrt(static_cast<float>(c_.head_dim));
+      return {query_targets_.data(), attention_.head_stride() * head, scale};
+    }
+    const PoolStrides strides(c_, step_.pool.page_size);
+    const bool is_value = head >= c_.num_heads + c_.num_kv_heads;
+    const int kv_head = (head - c_.num_heads) % c_.num_kv_heads;
+    const size_t offset = strides.layer * index + (is_value ? strides.value : 0) +
+                          static_cast<size_t>(kv_head) * c_.head_dim;
+    return {key_targets_.data(), offset, 1.0F};
+  }
+
   // Item: dims [16 i, 16 i + 16) of one head and their rope partners D / 2 further on.
   void project_pair(const LlamaLayer& layer, int index, int item, int me) {
     const int head = item / pairs_per_head();
@@ -140,24 +167,38 @@ class LargeStep {
     const int first = head * (c_.head_dim / kPanelRows) + pair;
     const amx::PairProduct product =
         product_of(layer.qkv, normed_, first, first + pairs_per_head(), me);
-    const PoolStrides strides(c_, step_.pool.page_size);
-    const bool is_query = head < c_.num_heads;
+    const HeadPlace place = place_of(head, index);
     const bool is_value = head >= c_.num_heads + c_.num_kv_heads;
     amx::HeadTarget target;
     target.cos_sin = is_value ? nullptr : w_.cos_sin.data();
     target.positions = positions_.data();
     target.head_dim = c_.head_dim;
     target.dim = pair * kPanelRows;
-    target.scale = is_query ? kLog2E / std::sqrt(static_cast<float>(c_.head_dim)) : 1.0F;
-    target.rows = is_query ? query_targets_.data() : key_targets_.data();
-    if (is_query) {
-      target.offset = attention_.head_stride() * head;
-    } else {
-      const int kv_head = (head - c_.num_heads) % c_.num_kv_heads;
-      target.offset = strides.layer * index + (is_value ? strides.value : 0) +
-                       static_cast<size_t>(kv_head) * c_.head_dim;
-    }
+    target.scale = place.scale;
+    target.rows = place.rows;
+    target.offset = place.offset;
     amx::product_head(product, target);
+  }
+
+  // Item: a whole head in fp32 first, as its norm goes over all dims.
+  void project_head(const LlamaLayer& layer, int index, int item, int me) {
+    const int dim = c_.head_dim;
+    AlignedArray<float>& head = *heads_[me];
+    head.resize(static_cast<size_t>(count_) * dim);
+    const int panels = dim / kPanelRows;
+    for (int panel = 0; panel < panels; panel += 2) {
+      const int first = item * panels + panel;
+      const amx::PairProduct product = product_of(layer.qkv, normed_, first, first + 1, me);
+      amx::product_store(product, {head.data(), dim, panel * kPanelRows});
+    }
+    const HeadPlace place = place_of(item, index);
+    for (int token = 0; token < count_; ++token) {
+      float* row = head.data() + static_cast<size_t>(token) * dim;
+      const float* cos_sin = w_.cos_sin.data() + static_cast<size_t>(positions_[token]) * dim;
+      finish_head(c_, layer.extras, k_, item, cos_sin, row);
+      for (int i = 0; i < dim; ++i) row[i] *= place.scale;
+      k_.to_bf16(row, place.rows[token] + place.offset, dim);
+    }
   }
 
   void add_columns(const PackedMatrix& matrix, const AlignedArray<uint16_t>& tokens, int item,
@@ -192,6 +233,7 @@ class LargeStep {
   std::vector<uint16_t*> query_targets_;
   std::vector<std::unique_ptr<AlignedArray<uint16_t>>> scratch_;
   std::vector<std::unique_ptr<AlignedArray<float>>> rows_;
+  std::vector<std::unique_ptr<AlignedArray<float>>> heads_;  // [tokens, head_dim], where needed
 };
 
 }  // namespace

@@ -151,9 +151,8 @@ class SmallStep {
     for (int token = 0; token < count_; ++token) {
       float* row = out + static_cast<size_t>(token) * dim;
       const TokenPlace& place = places_[token];
-      if (!is_value) {
-        k_.rope_row(row, w_.cos_sin.data() + static_cast<size_t>(place.position) * dim, dim);
-      }
+      const float* cos_sin = w_.cos_sin.data() + static_cast<size_t>(place.position) * dim;
+      finish_head(c_, layer.extras, k_, item, cos_sin, row);
       if (item < c_.num_heads) {
         float* to = query_.data() + static_cast<size_t>(token) * c_.query_width() + item * dim;
         for (int i = 0; i < dim; ++i) to[i] = row[i] * scale;

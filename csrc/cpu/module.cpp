@@ -38,8 +38,10 @@ PackedMatrix pack(const std::string& format, Bytes source, int num_rows, int num
 }
 
 LlamaLayer make_layer(Floats input_norm, const PackedMatrix& qkv, const PackedMatrix& attn_out,
-                      Floats post_norm, const PackedMatrix& gate_up, const PackedMatrix& down) {
-  return {copy_of(input_norm), copy_of(post_norm), qkv, attn_out, gate_up, down};
+                      Floats post_norm, const PackedMatrix& gate_up, const PackedMatrix& down,
+                      Floats qkv_bias, Floats q_norm, Floats k_norm) {
+  HeadExtras extras{copy_of(qkv_bias), copy_of(q_norm), copy_of(k_norm)};
+  return {copy_of(input_norm), copy_of(post_norm), std::move(extras), qkv, attn_out, gate_up, down};
 }
 
 LlamaWeights make_weights(const LlamaConfig& config, const PackedMatrix& embedding,
@@ -249,7 +251,7 @@ NB_MODULE(_cpu_kernels, m) {
            "vocab"_a, "rms_eps"_a);
   nb::class_<mc::LlamaLayer>(m, "LlamaLayer");
   m.def("make_layer", &mc::make_layer, "input_norm"_a, "qkv"_a, "attn_out"_a, "post_norm"_a,
-        "gate_up"_a, "down"_a);
+        "gate_up"_a, "down"_a, "qkv_bias"_a, "q_norm"_a, "k_norm"_a);
   nb::class_<mc::LlamaModel>(m, "LlamaModel")
       .def("__init__",
            [](mc::LlamaModel* self, const mc::LlamaConfig& config,

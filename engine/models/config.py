@@ -18,13 +18,52 @@ from engine.weights.quant_config import quant_scheme, read_json_object
 
 _ROPE_KINDS = ("default", "linear", "llama3")
 _ROPE_FIELDS = ("rope_parameters", "rope_scaling")
-_HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
-_PLAIN: dict[str, tuple[object, ...]] = {
+_SHARED_PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
     "mlp_bias": (False, None),
-    "sliding_window": (None,),
     "partial_rotary_factor": (1.0, None),
+}
+# Their sliding_window counts only where this is set.
+_QWEN_PLAIN: dict[str, tuple[object, ...]] = {
+    **_SHARED_PLAIN,
+    "use_sliding_window": (False, None),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DecoderForm:
+    """What an architecture has beyond its sizes, and which values of other fields we have."""
+
+    gguf_name: str
+    plain: Mapping[str, Sequence[object]]
+    has_qkv_bias: bool = False
+    has_head_norms: bool = False
+    # Readers take another default than hidden / heads, so the file must say it.
+    says_head_dim: bool = False
+
+
+_LLAMA = _DecoderForm(
+    gguf_name="llama",
+    plain={**_SHARED_PLAIN, "attention_bias": (False, None), "sliding_window": (None,)},
+)
+_FORMS = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "Qwen2ForCausalLM": _DecoderForm(
+        gguf_name="qwen2",
+        plain={**_QWEN_PLAIN, "attention_bias": (True, None), "qkv_bias": (True, None)},
+        has_qkv_bias=True,
+    ),
+    "Qwen3ForCausalLM": _DecoderForm(
+        gguf_name="qwen3",
+        plain={**_QWEN_PLAIN, "attention_bias": (False, None)},
+        has_head_norms=True,
+        says_head_dim=True,
+    ),
+}
+DECODER_ARCHITECTURES = tuple(_FORMS)
+_GGUF_ARCHITECTURES = {
+    form.gguf_name: name for name, form in _FORMS.items() if name != "MistralForCausalLM"
 }
 
 
@@ -60,43 +99,51 @@ class DecoderConfig:
     rms_eps: float
     rope: RopeConfig
     is_tied: bool  # the output head is the embedding
+    has_qkv_bias: bool = False
+    has_head_norms: bool = False  # RMSNorm over each head of q and of k, before rope
 
 
 def decoder_config_from_gguf(
     metadata: Mapping[str, Any], tensor_names: Mapping[str, Any]
 ) -> DecoderConfig:
-    """Read `llama.*` metadata.
+    """Read the metadata of a `llama`, `qwen2` or `qwen3` file.
 
     Raises:
         UnsupportedModelError: another architecture, or a rope scaling we do not have.
         ModelFormatError: a key is missing.
     """
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise UnsupportedModelError(f"general.architecture is {architecture!r}; supported: 'llama'")
+    prefix = metadata.get("general.architecture")
+    if prefix not in _GGUF_ARCHITECTURES:
+        names = ", ".join(map(repr, _GGUF_ARCHITECTURES))
+        raise UnsupportedModelError(f"general.architecture is {prefix!r}; supported: {names}")
+    architecture = _GGUF_ARCHITECTURES[prefix]
+    form = _FORMS[architecture]
     hidden, num_heads = (
         int(_gguf_key(metadata, key)) for key in ("embedding_length", "attention.head_count")
     )
-    head_dim = int(metadata.get("llama.attention.key_length", hidden // num_heads))
-    rope_dim = int(metadata.get("llama.rope.dimension_count", head_dim))
+    head_dim = int(metadata.get(f"{prefix}.attention.key_length", hidden // num_heads))
+    rope_dim = int(metadata.get(f"{prefix}.rope.dimension_count", head_dim))
     if rope_dim != head_dim:
         raise UnsupportedModelError(
-            f"llama.rope.dimension_count is {rope_dim}; supported: head_dim ({head_dim})"
+            f"{prefix}.rope.dimension_count is {rope_dim}; supported: head_dim ({head_dim})"
         )
+    vocab_size = metadata.get(f"{prefix}.vocab_size") or len(metadata["tokenizer.ggml.tokens"])
     return DecoderConfig(
-        architecture="LlamaForCausalLM",
+        architecture=architecture,
         num_layers=int(_gguf_key(metadata, "block_count")),
         hidden=hidden,
         ffn=int(_gguf_key(metadata, "feed_forward_length")),
         num_heads=num_heads,
-        num_kv_heads=int(metadata.get("llama.attention.head_count_kv", num_heads)),
+        num_kv_heads=int(metadata.get(f"{prefix}.attention.head_count_kv", num_heads)),
         head_dim=head_dim,
-        vocab_size=int(metadata.get("llama.vocab_size") or len(metadata["tokenizer.ggml.tokens"])),
+        vocab_size=int(vocab_size),
         max_context_len=int(_gguf_key(metadata, "context_length")),
         # Stored as fp32: 9.999999747378752e-06 is meant as 1e-05.
         rms_eps=float(f"{_gguf_key(metadata, 'attention.layer_norm_rms_epsilon'):.6g}"),
         rope=_gguf_rope(metadata),
         is_tied="output.weight" not in tensor_names,
+        has_qkv_bias=form.has_qkv_bias,
+        has_head_norms=form.has_head_norms,
     )
 
 
@@ -110,12 +157,14 @@ def decoder_config_from_hf(directory: Path) -> DecoderConfig:
     path = directory / "config.json"
     config = read_config(directory)
     name = architecture_name(config)
-    if name not in _HF_ARCHITECTURES:
+    form = _FORMS.get(name) if isinstance(name, str) else None
+    if form is None:
         raise UnsupportedModelError(
             f"{path}: architectures is {config.get('architectures')!r}; "
-            f"supported: {', '.join(_HF_ARCHITECTURES)}"
+            f"supported: {', '.join(_FORMS)}"
         )
-    refuse_other_values(config, path, _PLAIN)
+    refuse_other_values(config, path, form.plain)
+    _refuse_other_layers(config, path)
     quant_scheme(config, directory)  # refuses what the weights' reader does not have
     fields = ConfigFields(config, path)
     num_heads, hidden = fields.whole("num_attention_heads"), fields.whole("hidden_size")
@@ -125,11 +174,12 @@ def decoder_config_from_hf(directory: Path) -> DecoderConfig:
             f"{path}: num_key_value_heads is {num_kv_heads}; "
             f"supported: a divisor of num_attention_heads ({num_heads})"
         )
-    head_dim = fields.whole("head_dim", default=max(1, hidden // num_heads))
+    usual_dim = None if form.says_head_dim else max(1, hidden // num_heads)
+    head_dim = fields.whole("head_dim", default=usual_dim)
     if head_dim % 2:
         raise UnsupportedModelError(f"{path}: head_dim is {head_dim}; supported: even")
     return DecoderConfig(
-        architecture="LlamaForCausalLM",
+        architecture=_GGUF_ARCHITECTURES[form.gguf_name],
         num_layers=fields.whole("num_hidden_layers"),
         hidden=hidden,
         ffn=fields.whole("intermediate_size"),
@@ -141,27 +191,39 @@ def decoder_config_from_hf(directory: Path) -> DecoderConfig:
         rms_eps=fields.number("rms_norm_eps"),
         rope=rope_from_hf(fields, path, _ROPE_KINDS),
         is_tied=fields.flag("tie_word_embeddings", False),
+        has_qkv_bias=form.has_qkv_bias,
+        has_head_norms=form.has_head_norms,
     )
 
 
+def _refuse_other_layers(config: Mapping[str, Any], path: Path) -> None:
+    kinds = config.get("layer_types")
+    allowed = "full_attention"
+    if kinds is not None and (
+        not isinstance(kinds, list) or any(kind != allowed for kind in kinds)
+    ):
+        raise UnsupportedModelError(f"{path}: layer_types is {kinds!r}; supported: {allowed!r}")
+
+
 def _gguf_key(metadata: Mapping[str, Any], key: str) -> Any:
-    value = metadata.get(f"llama.{key}")
-    if value is None:
-        raise ModelFormatError(f"GGUF metadata: key 'llama.{key}' is missing")
-    return value
+    name = f"{metadata['general.architecture']}.{key}"
+    if metadata.get(name) is None:
+        raise ModelFormatError(f"GGUF metadata: key {name!r} is missing")
+    return metadata[name]
 
 
 def _gguf_rope(metadata: Mapping[str, Any]) -> RopeConfig:
-    kind = metadata.get("llama.rope.scaling.type", "none")
+    prefix = f"{metadata['general.architecture']}.rope"
+    kind = metadata.get(f"{prefix}.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise UnsupportedModelError(
-            f"llama.rope.scaling.type is {kind!r}; supported: 'none', 'linear', "
+            f"{prefix}.scaling.type is {kind!r}; supported: 'none', 'linear', "
             "and the factors of a rope_freqs tensor"
         )
     return RopeConfig(
-        theta=float(metadata.get("llama.rope.freq_base", 10000.0)),
+        theta=float(metadata.get(f"{prefix}.freq_base", 10000.0)),
         kind="linear" if kind == "linear" else "default",
-        factor=float(metadata.get("llama.rope.scaling.factor", 1.0)),
+        factor=float(metadata.get(f"{prefix}.scaling.factor", 1.0)),
     )
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The llama architecture: grouped-query attention, SwiGLU, RMSNorm, rotate-half rope.
+"""The llama architecture: grouped-query attention, SwiGLU, RMSNorm, rotate-half rope; and Qwen2
+and Qwen3, which add a bias of q, k and v, or norms of the heads of q and k.
 
 Does not know: files (a WeightReader), how kernels run, requests, pages.
 """
@@ -125,7 +126,22 @@ class _StackLoader:
             post_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=self._fused(f"{prefix}.mlp", {"gate_proj": config.ffn, "up_proj": config.ffn}),
             down=self._linear(f"{prefix}.mlp.down_proj.weight", (config.hidden, config.ffn)),
+            qkv_bias=self._qkv_bias(f"{prefix}.self_attn", (q_width, kv_width, kv_width)),
+            q_norm=self._head_norm(f"{prefix}.self_attn.q_norm.weight"),
+            k_norm=self._head_norm(f"{prefix}.self_attn.k_norm.weight"),
         )
+
+    def _qkv_bias(self, prefix: str, widths: Sequence[int]) -> torch.Tensor | None:
+        if not self._config.has_qkv_bias:
+            return None
+        names = (f"{prefix}.{part}_proj.bias" for part in "qkv")
+        parts = zip(names, widths, strict=True)
+        return torch.cat([self._reader.dense(name, (n,), torch.float32) for name, n in parts])
+
+    def _head_norm(self, name: str) -> torch.Tensor | None:
+        if not self._config.has_head_norms:
+            return None
+        return self._reader.dense(name, (self._config.head_dim,), torch.float32)
 
     def _norm(self, name: str) -> torch.Tensor:
         return self._reader.dense(name, (self._config.hidden,), torch.float32)

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.models import deepseek, llama
-from engine.models.config import architecture_name, decoder_config_from_hf, read_config
+from engine.models.config import (
+    DECODER_ARCHITECTURES,
+    architecture_name,
+    decoder_config_from_hf,
+    read_config,
+)
 from engine.models.deepseek_config import ARCHITECTURES as DEEPSEEK_ARCHITECTURES
 from engine.models.deepseek_config import check_for_gpu, deepseek_config_from_hf
 from engine.weights.errors import UnsupportedModelError
@@ -42,8 +47,7 @@ _DEEPSEEK = Architecture(
     check_for_gpu=check_for_gpu,
 )
 _ARCHITECTURES = {
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
+    **dict.fromkeys(DECODER_ARCHITECTURES, _LLAMA),
     **dict.fromkeys(DEEPSEEK_ARCHITECTURES, _DEEPSEEK),
 }
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A llama-type GGUF file as a WeightReader: names mapped, q and k rows put in order.
 
-Does not know: the model's code. GGUF stores q and k rows interleaved for another form of rope
-(pairs (0, 1), (2, 3), ...); kernels rotate halves (i, i + head_dim / 2), so rows are put back.
+Does not know: the model's code. Files of llama store q and k rows interleaved for another form of
+rope (pairs (0, 1), (2, 3), ...), those of qwen do not; kernels rotate halves (i, i + head_dim / 2),
+so rows are put back.
 """
 
 from __future__ import annotations
@@ -31,21 +32,25 @@ _LAYER_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_LAYER_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_LAYER_PATTERN = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _ROTATED = (".self_attn.q_proj.", ".self_attn.k_proj.")
 
 
 class GgufWeights:
-    """Reads one open file. `head_dim` says how q and k rows are grouped."""
+    """Reads one open file. `head_dim` says how q and k rows are grouped, where they are
+    interleaved."""
 
     def __init__(self, file: GgufFile, head_dim: int) -> None:
         self._file = file
         self._head_dim = head_dim
+        self._is_interleaved = file.metadata.get("general.architecture") == "llama"
 
     def has(self, name: str) -> bool:
         return gguf_name(name) in self._file.tensors
@@ -56,7 +61,7 @@ class GgufWeights:
     def dense(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         tensor = self._tensor(name, shape)
         values = torch.from_numpy(self._file.dequantise(tensor.name))
-        if _is_rotated(name):
+        if self._is_rotated(name):
             values = values[self._row_order(shape[0])]
         return values.to(dtype)
 
@@ -66,7 +71,7 @@ class GgufWeights:
         if block_format not in BLOCK_BYTES or len(shape) != 2:
             return None
         weight = pack_linear(self._file.raw(tensor.name), block_format, shape[1])
-        return weight.rows(self._row_order(shape[0])) if _is_rotated(name) else weight
+        return weight.rows(self._row_order(shape[0])) if self._is_rotated(name) else weight
 
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:
         return None
@@ -85,6 +90,9 @@ class GgufWeights:
         check_shape(stored, tensor.shape, shape)
         return tensor
 
+    def _is_rotated(self, name: str) -> bool:
+        return self._is_interleaved and any(part in name for part in _ROTATED)
+
     def _row_order(self, num_rows: int) -> torch.Tensor:
         """Row i of the result is row order[i] of the file, int64 [num_rows]."""
         rows = torch.arange(num_rows).reshape(-1, self._head_dim // 2, 2)
@@ -96,8 +104,4 @@ def gguf_name(name: str) -> str:
     match = _LAYER_PATTERN.fullmatch(name)
     if match is None:
         return _TOP_NAMES[name]
-    return f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
-
-
-def _is_rotated(name: str) -> bool:
-    return any(part in name for part in _ROTATED)
+    return f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"

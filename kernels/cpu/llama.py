@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 
 import _cpu_kernels as ext
@@ -33,6 +34,11 @@ def _refuses(signature: CallSignature) -> str | None:
         if int(signature.trait(name)) % 32:
             return f"{name} is {signature.trait(name)}, it takes multiples of 32"
     return None
+
+
+def _values(extra: torch.Tensor | None) -> np.ndarray:
+    """Empty where a layer has no such thing."""
+    return np.empty(0, np.float32) if extra is None else extra.float().contiguous().numpy()
 
 
 def build_model(stack: LlamaStack) -> ext.LlamaModel:
@@ -60,6 +66,7 @@ def build_model(stack: LlamaStack) -> ext.LlamaModel:
             layer.post_norm.float().contiguous().numpy(),
             pack(layer.gate_up, chain),
             pack(layer.down, chain),
+            *(_values(extra) for extra in (layer.qkv_bias, layer.q_norm, layer.k_norm)),
         )
         for layer in stack.layers
     ]
@@ -116,6 +123,7 @@ register_levels(
         "weight": _MIXES,
         "lm_head": PACKABLE_FORMATS,
         "embedding": PACKABLE_FORMATS,
+        "heads": {"plain", "bias", "norm", "bias+norm"},
     },
     refuses=_refuses,
 )

@@ -46,6 +46,7 @@ def llama_forward(
         ("weight", _common_format(stack)),
         ("lm_head", weight_format(stack.lm_head)),
         ("embedding", weight_format(stack.embedding)),
+        ("heads", _common_head_form(stack)),
     )
     traits = (
         ("head_dim", stack.shape.head_dim),
@@ -68,6 +69,15 @@ def _common_format(stack: LlamaStack) -> str:
         }
         stack.derived["common_format"] = "+".join(sorted(formats))
     found: str = stack.derived["common_format"]
+    return found
+
+
+def _common_head_form(stack: LlamaStack) -> str:
+    """Return what heads have beyond rope: "plain", "bias", "norm" or "bias+norm"."""
+    if "head_form" not in stack.derived:
+        forms = {part for layer in stack.layers for part in layer.head_form.split("+")}
+        stack.derived["head_form"] = "+".join(sorted(forms - {"plain"})) or "plain"
+    found: str = stack.derived["head_form"]
     return found
 
 

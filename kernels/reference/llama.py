@@ -31,9 +31,11 @@ def _attend(
     num_tokens = normed_TH.shape[0]
     kv_width = shape.num_kv_heads * shape.head_dim
     qkv = linear(normed_TH, layer.qkv)
+    if layer.qkv_bias is not None:
+        qkv = (qkv.float() + layer.qkv_bias).to(qkv.dtype)
     q, k, v = torch.split(qkv, [shape.num_heads * shape.head_dim, kv_width, kv_width], dim=-1)
-    q_TND = q.reshape(num_tokens, shape.num_heads, shape.head_dim)
-    k_TGD = k.reshape(num_tokens, shape.num_kv_heads, shape.head_dim)
+    q_TND = _normed_heads(q, layer.q_norm, shape.head_dim, shape.rms_eps)
+    k_TGD = _normed_heads(k, layer.k_norm, shape.head_dim, shape.rms_eps)
     v_TGD = v.reshape(num_tokens, shape.num_kv_heads, shape.head_dim)
     rope_kv_write(
         q_TND, k_TGD, v_TGD, rows.positions, stack.cos_sin, kv_pool_layer, rows.slot_mapping
@@ -49,6 +51,15 @@ def _attend(
         shape.head_dim**-0.5,
     )
     return linear(out_TND.flatten(1), layer.attn_out)
+
+
+def _normed_heads(
+    x: torch.Tensor, norm: torch.Tensor | None, head_dim: int, eps: float
+) -> torch.Tensor:
+    """[T, heads, D] of x [T, heads * D], each head through its norm where there is one."""
+    if norm is not None:
+        x = rms_norm(x.reshape(-1, head_dim), norm, eps).reshape(x.shape)
+    return x.reshape(x.shape[0], -1, head_dim)
 
 
 def _check_ids(input_ids: torch.Tensor, vocab: int) -> None:

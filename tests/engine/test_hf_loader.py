@@ -264,7 +264,7 @@ def test_a_gguf_tensor_of_another_shape_is_named_with_both(checkpoint: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"general.architecture": "gemma"}, "'gemma'; supported: 'llama'"),
+        ({"general.architecture": "gemma"}, "'gemma'; supported: 'llama', 'qwen2', 'qwen3'"),
         ({"llama.rope.scaling.type": "yarn"}, "scaling.type is 'yarn'"),
         ({"llama.rope.dimension_count": 4}, "dimension_count is 4"),
     ],

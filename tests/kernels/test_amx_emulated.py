@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The AMX kernels, on CPUs that have AVX-512 but no AMX: its tile instructions in plain code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.platform import cpu_capability
+from tests.kernels.amx_emulated import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`_cpu_kernels` with the AMX level offered and its instructions emulated."""
+    pytest.importorskip("_cpu_kernels")
+    features = cpu_capability().features
+    if "amx_tile" in features:
+        pytest.skip("this CPU has AMX, where the contract tests run the kernels themselves")
+    if "avx512_bf16" not in features:
+        pytest.skip("this CPU lacks AVX-512, which the AMX kernels use beside tiles")
+    build = tmp_path_factory.mktemp("emulated")
+    tools = Path(sys.executable).parent
+    configure = [tools / "cmake", "-S", ROOT / "csrc", "-B", build, "-G", "Ninja"]
+    settings = {
+        "CMAKE_MAKE_PROGRAM": tools / "ninja",
+        "Python_EXECUTABLE": sys.executable,
+        "MOORAGE_BUILD_SCHEDULER": "OFF",
+        "MOORAGE_EMULATE_AMX": "ON",
+    }
+    options = [f"-D{name}={value}" for name, value in settings.items()]
+    for command in ([*configure, *options], [tools / "cmake", "--build", build]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = build.glob("_cpu_kernels*.so")
+    return found
+
+
+def test_the_amx_kernels_agree_with_the_references(extension: Path) -> None:
+    command = [sys.executable, "-m", "tests.kernels.amx_emulated", str(extension)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for family in FAMILIES:
+        assert re.search(rf"^ok +{family} cpu_amx: ", done.stdout, re.M), family
+    cases = re.findall(r"^ok +llama_forward cpu_amx: (.+) error", done.stdout, re.M)
+    assert "mixed q4_1, bias+norm" in cases and "longer than a slab bf16" in cases
