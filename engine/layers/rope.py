@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from engine.models.config import RopeConfig
+from engine.models.rope_config import RopeConfig
 
 
 def rope_table(

@@ -2,7 +2,7 @@
 """The sizes of a dense decoder, read from GGUF metadata or a Hugging Face config.json. Torch-free.
 
 Does not know: tensors, kernels. What a config asks for and we do not have is refused, not ignored.
-The forms that config files share between architectures (rope, refusals) are read here too.
+What config files share between architectures is read here too, but for rope (rope_config.py).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.models.rope_config import RopeConfig, rope_from_hf
 from engine.weights.config_fields import ConfigFields
 from engine.weights.errors import ModelFormatError, UnsupportedModelError
 from engine.weights.quant_config import quant_scheme, read_json_object
 
-_ROPE_KINDS = ("default", "linear", "llama3")
-_ROPE_FIELDS = ("rope_parameters", "rope_scaling")
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _SHARED_PLAIN: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", None),
     "mlp_bias": (False, None),
@@ -65,22 +65,6 @@ DECODER_ARCHITECTURES = tuple(_FORMS)
 _GGUF_ARCHITECTURES = {
     form.gguf_name: name for name, form in _FORMS.items() if name != "MistralForCausalLM"
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding. `factor` and those after it are used by some kinds only."""
-
-    theta: float
-    kind: str = "default"  # default | linear | llama3 | yarn
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context_len: int = 0
-    # yarn: bounds of the ramp in rotations, and the factor on cos and sin
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +171,7 @@ def decoder_config_from_hf(directory: Path) -> DecoderConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=fields.whole("vocab_size"),
-        max_context_len=fields.whole("max_position_embeddings"),
+        max_context_len=fields.context_len(),
         rms_eps=fields.number("rms_norm_eps"),
         rope=rope_from_hf(fields, path, _ROPE_KINDS),
         is_tied=fields.flag("tie_word_embeddings", False),
@@ -238,57 +222,6 @@ def architecture_name(config: Mapping[str, Any]) -> object:
     if isinstance(names, list):
         return names[0] if names else None
     return names
-
-
-def rope_spec(fields: ConfigFields) -> ConfigFields:
-    """The rope settings in either form: `rope_parameters`, or `rope_scaling`."""
-    return fields.table(*_ROPE_FIELDS)
-
-
-def rope_from_hf(fields: ConfigFields, path: Path, kinds: Sequence[str]) -> RopeConfig:
-    """Read rope settings of any kind but yarn's own fields.
-
-    Raises: UnsupportedModelError, ModelFormatError.
-    """
-    _refuse_two_ropes(fields, path)
-    spec = rope_spec(fields)
-    names = (spec.raw("rope_type"), spec.raw("type"), "default")
-    kind = next(name for name in names if name is not None)
-    if kind not in kinds:
-        raise UnsupportedModelError(f"{path}: rope type is {kind!r}; supported: {', '.join(kinds)}")
-    if spec.raw("partial_rotary_factor") not in (1, None):
-        found = spec.raw("partial_rotary_factor")
-        raise UnsupportedModelError(f"{path}: partial_rotary_factor is {found!r}; supported: 1.0")
-    context_len = fields.whole("max_position_embeddings")
-    return RopeConfig(
-        theta=spec.number("rope_theta", default=fields.number("rope_theta", default=10000.0)),
-        kind=kind,
-        factor=spec.number("factor", default=1.0),
-        low_freq_factor=spec.number("low_freq_factor", default=1.0),
-        high_freq_factor=spec.number("high_freq_factor", default=4.0),
-        original_context_len=spec.whole("original_max_position_embeddings", default=context_len),
-    )
-
-
-def _refuse_two_ropes(fields: ConfigFields, path: Path) -> None:
-    """Readers differ in which of the two counts, so they must say the same."""
-    for name in _ROPE_FIELDS:
-        fields.table(name)  # refuses what is no object
-    new, old = (_said_of_rope(fields.raw(name)) for name in _ROPE_FIELDS)
-    if new and old and new != old:
-        raise UnsupportedModelError(
-            f"{path}: rope_scaling is {fields.raw('rope_scaling')!r} beside rope_parameters "
-            f"{fields.raw('rope_parameters')!r}; supported: one of them, or the same in both"
-        )
-
-
-def _said_of_rope(spec: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Its settings by their newer names, but for the base, which one form has elsewhere."""
-    if not spec:
-        return {}
-    said = {key: value for key, value in spec.items() if value is not None}
-    said.setdefault("rope_type", said.get("type", "default"))
-    return {key: value for key, value in said.items() if key not in ("type", "rope_theta")}
 
 
 def refuse_other_values(

@@ -7,21 +7,14 @@ Of the next-token-prediction layers behind the last one, the first may be used t
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from engine.models.config import (
-    RopeConfig,
-    architecture_name,
-    read_config,
-    refuse_other_values,
-    rope_from_hf,
-    rope_spec,
-)
+from engine.models.config import architecture_name, read_config, refuse_other_values
+from engine.models.rope_config import RopeConfig, rope_from_hf, rope_spec, yarn_mscale
 from engine.weights.config_fields import ConfigFields
-from engine.weights.errors import ModelFormatError, UnsupportedModelError
+from engine.weights.errors import UnsupportedModelError
 from engine.weights.quant_config import quant_scheme
 from kvtiers.layout import FP8_GROUP
 
@@ -253,39 +246,7 @@ def _check_groups(path: Path, num_experts: int, groups: int, kept: int, top_k: i
 def _rope(fields: ConfigFields, path: Path) -> tuple[RopeConfig, float]:
     """The rope, and YaRN's factor on queries and keys (its square scales the softmax)."""
     rope = rope_from_hf(fields, path, ROPE_KINDS)
-    if rope.kind != "yarn":
+    all_dim = rope_spec(fields).number("mscale_all_dim", default=0.0, zero=0.0)
+    if rope.kind != "yarn" or not all_dim:
         return rope, 1.0
-    spec = rope_spec(fields)
-    if rope.theta == 1:  # every wave is as long as the others
-        raise UnsupportedModelError(f"{path}: rope_theta is 1.0; supported with yarn: others")
-    if spec.raw("original_max_position_embeddings") is None:
-        raise ModelFormatError(
-            f"{path}: yarn rope needs original_max_position_embeddings, found None"
-        )
-    if spec.raw("truncate") not in (True, None):
-        raise UnsupportedModelError(
-            f"{path}: truncate is {spec.raw('truncate')!r}; supported: True"
-        )
-    # Where the rope settings do not say how far the context is stretched, its lengths do.
-    stretch = fields.whole("max_position_embeddings") / rope.original_context_len
-    factor = spec.number("factor", default=stretch)
-    # Zero says the same as nothing, here and of the betas.
-    mscale, all_dim = (
-        spec.number(name, default=0.0, zero=0.0) for name in ("mscale", "mscale_all_dim")
-    )
-    on_rotation = _mscale(factor, 1.0)
-    if mscale and all_dim:
-        on_rotation = _mscale(factor, mscale) / _mscale(factor, all_dim)
-    yarn = replace(
-        rope,
-        factor=factor,
-        beta_fast=spec.number("beta_fast", default=32.0, zero=32.0),
-        beta_slow=spec.number("beta_slow", default=1.0, zero=1.0),
-        attention_factor=spec.number("attention_factor", default=on_rotation),
-    )
-    return yarn, _mscale(factor, all_dim) if all_dim else 1.0
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    """YaRN's correction of the attention's temperature; 1 where the context is not stretched."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return rope, yarn_mscale(rope.factor, all_dim)

@@ -125,7 +125,7 @@ def _from_hf(source: ModelSource, is_dummy: bool) -> TextAssets:
     config = read_json(path)
     fields = ConfigFields(config, path)
     vocab_size = fields.whole("vocab_size")
-    context_len = fields.whole("max_position_embeddings")
+    context_len = fields.context_len()
     if is_dummy and not (source.path / "tokenizer.json").exists():
         tokenizer = byte_tokenizer(fields.whole("vocab_size", low=LEAST_VOCAB_SIZE))
     else:

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.weights.errors import ModelFormatError
 
+ROPE_FIELDS = ("rope_parameters", "rope_scaling")  # the newer and the older name
 _MOST = (1 << 31) - 1  # sizes and counts are int32 further down
 
 
@@ -82,6 +83,20 @@ class ConfigFields:
                 raise self._wrong(name, value, "an object")
             return ConfigFields(value, self._path, name)
         return ConfigFields({}, self._path, names[0])
+
+    def context_len(self) -> int:
+        """Positions of the model: `max_position_embeddings`, or what YaRN stretches the original
+        context to where that is more (Qwen's files leave the first as it was)."""
+        length = self.whole("max_position_embeddings")
+        rope = self.table(*ROPE_FIELDS)
+        name, original = "factor", "original_max_position_embeddings"
+        is_yarn = "yarn" in (rope.raw("rope_type"), rope.raw("type"))
+        if not is_yarn or rope.raw(name) is None or rope.raw(original) is None:
+            return length
+        stretched = rope.number(name) * rope.whole(original)
+        if stretched > _MOST:
+            raise rope._wrong(name, rope.raw(name), f"contexts of up to {_MOST} tokens")
+        return max(length, int(stretched))
 
     def _found(self, name: str, default: float | None, allowed: str) -> Any:
         value = self.raw(name)

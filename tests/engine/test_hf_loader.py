@@ -170,7 +170,7 @@ def _write_config(directory: Path, changes: dict[str, Any]) -> None:
     ("changes", "said"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, "rope type is 'longrope'"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope type is 'dynamic'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),

@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.execution.model_loading import check_model, has_compiled_decoder
 from engine.execution.model_runner import build_model_runner
 from engine.models.config import decoder_config_from_gguf, decoder_config_from_hf
+from engine.text.assets import load_text_assets
 from engine.weights.errors import ModelFormatError, UnsupportedModelError, WeightMismatchError
 from engine.weights.gguf import open_gguf
 from tests.fakes.paged_driver import PagedDriver
@@ -54,6 +55,18 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 16,
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        },
+    ),
+    "qwen2_yarn": (
+        "qwen2",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
         },
     ),
 }
@@ -201,7 +214,7 @@ def test_a_gguf_file_computes_what_its_numbers_say(
             "layer_types is .*sliding_attention.*; supported: 'full_attention'",
         ),
         ("qwen3", {"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
-        ("qwen3", {"rope_parameters": {"rope_type": "yarn"}}, "rope type is 'yarn'; supported"),
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope type is 'dynamic'"),
     ],
 )
 def test_what_we_do_not_have_is_refused_not_ignored(
@@ -211,6 +224,22 @@ def test_what_we_do_not_have_is_refused_not_ignored(
     config = {**_BASE, "head_dim": 16, "architectures": [names[family]], **changes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match=said):
+        decoder_config_from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
+def test_yarn_stretches_the_context_that_the_file_names(tmp_path: Path, field: str) -> None:
+    """As the model cards of Qwen2.5 and Qwen3 have it: the file's own length stays as it was."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    config = {**_BASE, "head_dim": 16, "architectures": ["Qwen3ForCausalLM"]}
+    config |= {"vocab_size": 300, "max_position_embeddings": 40960}
+    config |= {"rope_parameters": None, field: yarn}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert decoder_config_from_hf(tmp_path).max_context_len == 131072
+    assert load_text_assets(str(tmp_path), load_format="dummy").max_context_len == 131072
+    yarn["factor"] = 1e9
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match=rf"{field}\.factor is 1000000000\.0; allowed"):
         decoder_config_from_hf(tmp_path)
 
 
