@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.kernels.amx_emulated EXTENSION`: verify the AMX kernels of an extension that was
-built with MOORAGE_EMULATE_AMX, on a CPU without AMX. Exits with the command's own code."""
+"""Child of test_amx_emulated.py: `python -m tests.kernels.amx_emulated EXTENSION` verifies the AMX
+kernels of an extension that was built with MOORAGE_EMULATE_AMX, on a CPU without AMX. Prints a JSON
+line per case: family, case, error (null where the kernel refuses the call), allowed."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import sys
 
-FAMILIES = ("linear", "paged_attention", "llama_forward")
+KERNEL = "cpu_amx"
 
 
 def main() -> None:
@@ -18,13 +20,18 @@ def main() -> None:
     sys.modules["_cpu_kernels"] = extension  # before any of ours imports the one for this CPU
     spec.loader.exec_module(extension)
 
-    from kernels import platform
-    from kernels.__main__ import main as kernels_main
+    from kernels import ops, platform  # noqa: F401 - ops registers every kernel
+    from kernels.registry import REGISTRY
+    from kernels.verify import all_cases, verify_case
 
     real = platform.cpu_capability()
     emulated = dataclasses.replace(real, features=real.features | {"amx_tile", "amx_bf16"})
     platform.cpu_capability = lambda: emulated  # type: ignore[assignment]
-    kernels_main(["verify", "--verbose", *FAMILIES])
+    for family, cases in all_cases().items():
+        if KERNEL not in {spec.name for spec in REGISTRY.specs(family)}:
+            continue
+        for case in cases:
+            print(json.dumps(dataclasses.asdict(verify_case(family, KERNEL, case))), flush=True)
 
 
 if __name__ == "__main__":
