@@ -15,6 +15,7 @@ import torch
 
 from engine.weights.errors import WeightMismatchError
 from engine.weights.gguf import GgufFile, GgufTensor
+from engine.weights.gguf_repack import repack_blocks
 from engine.weights.reader import check_shape
 from kernels.fp8_weight import Fp8Weight
 from kernels.packed_weight import BLOCK_BYTES, PackedWeight, pack_linear
@@ -67,10 +68,16 @@ class GgufWeights:
 
     def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
         tensor = self._tensor(name, shape)
-        block_format = tensor.format_name.lower()
-        if block_format not in BLOCK_BYTES or len(shape) != 2:
+        if len(shape) != 2:
             return None
-        weight = pack_linear(self._file.raw(tensor.name), block_format, shape[1])
+        block_format = tensor.format_name.lower()
+        blocks = self._file.raw(tensor.name)
+        if block_format not in BLOCK_BYTES:
+            repacked = repack_blocks(blocks, tensor.format_name)
+            if repacked is None:
+                return None
+            block_format, blocks = repacked
+        weight = pack_linear(blocks, block_format, shape[1])
         return weight.rows(self._row_order(shape[0])) if self._is_rotated(name) else weight
 
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:

@@ -36,7 +36,7 @@ class WeightReader(Protocol):
         ...
 
     def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
-        """The tensor in its stored GGUF blocks; None where no kernel takes them."""
+        """The tensor in GGUF blocks of its codes; None where no kernel takes them."""
         ...
 
     def w4(self, name: str, shape: Sequence[int]) -> W4Weight | None:

@@ -13,7 +13,9 @@ import pytest
 from engine.weights.errors import ModelFormatError, ModelNotFoundError, WeightMismatchError
 from engine.weights.gguf import open_gguf
 from engine.weights.gguf_blocks import BLOCK_FORMATS, dequantise_blocks
+from engine.weights.gguf_repack import repack_blocks
 from engine.weights.source import resolve_model
+from kernels.packed_weight import pack_linear
 
 _FORMATS = sorted(BLOCK_FORMATS.items())
 
@@ -42,6 +44,64 @@ def test_every_block_format_expands_as_the_gguf_package_does(type_id: int, form:
     expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(type_id)).reshape(-1)
     found = dequantise_blocks(blocks.reshape(-1), BLOCK_FORMATS[type_id].name)
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q5_0"])
+def test_repacked_blocks_say_the_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly, but for products of scales that fp16 rounds. In pieces, the last one not whole."""
+    monkeypatch.setattr("engine.weights.gguf_repack._BLOCKS_AT_ONCE", 10)
+    (type_id,) = (number for number, form in BLOCK_FORMATS.items() if form.name == name)
+    raw = _random_blocks(type_id, 57)
+    raw[0, :2] = np.frombuffer(np.float16(6e-8).tobytes(), np.uint8)  # the smallest that is not 0
+    raw[1, :2] = np.frombuffer(np.float16(-3e-5).tobytes(), np.uint8)
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(type_id)).reshape(-1, 32)
+    repacked = repack_blocks(raw.reshape(-1), name)
+    assert repacked is not None
+    form, blocks = repacked
+    weight = pack_linear(blocks, form, 32)
+    found = weight.dequantise().numpy()
+    if name != "Q4_K":
+        np.testing.assert_array_equal(found, expected)
+        return
+    low, high = expected.min(axis=1, keepdims=True), expected.max(axis=1, keepdims=True)
+    # Values are step * code - minimum, either rounded by 2^-11 of itself; codes go up to 15.
+    size = np.maximum(np.abs(low), np.abs(high)) + 15 * np.abs(_steps_of(raw))
+    assert (np.abs(found - expected) <= 2.0**-11 * 2 * size).all()
+    assert (found != expected).any()
+
+
+def _steps_of(raw: np.ndarray) -> np.ndarray:
+    """The step of each 32 values of Q4_K blocks: with all codes 1 less with all codes 0."""
+    kind = gguf.GGMLQuantizationType.Q4_K
+    ones, zeros = raw.copy(), raw.copy()
+    ones[:, 16:], zeros[:, 16:] = 0x11, 0
+    difference = gguf.quants.dequantize(ones, kind) - gguf.quants.dequantize(zeros, kind)
+    return difference.reshape(-1, 32)[:, :1]
+
+
+@pytest.mark.parametrize("name", ["Q5_1", "Q5_K", "Q6_K"])
+def test_blocks_of_more_bits_are_rounded_to_parts_of_their_largest_number(name: str) -> None:
+    (type_id,) = (number for number, form in BLOCK_FORMATS.items() if form.name == name)
+    raw = _random_blocks(type_id, 57)
+    raw[3] = 0
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType(type_id)).reshape(-1, 32)
+    repacked = repack_blocks(raw.reshape(-1), name)
+    assert repacked is not None
+    form, blocks = repacked
+    assert form == "q8_0"
+    found = pack_linear(blocks, form, 32).dequantise().numpy()
+    largest = np.abs(expected).max(axis=1, keepdims=True)
+    # Half a step, and the step's own rounding to fp16 times the largest code.
+    assert (np.abs(found - expected) <= largest * (0.5 / 127 + 2.0**-11) * 1.0001).all()
+
+
+def test_blocks_beyond_fp16_are_not_repacked() -> None:
+    """The minimum of Q4_0 is eight steps."""
+    assert repack_blocks(np.zeros(12, np.uint8), "F32") is None
+    raw = _random_blocks(2, 3)
+    assert repack_blocks(raw.reshape(-1), "Q4_0") is not None
+    raw[1, :2] = np.frombuffer(np.float16(9000.0).tobytes(), np.uint8)
+    assert repack_blocks(raw.reshape(-1), "Q4_0") is None
 
 
 def _write(path: Path) -> dict[str, np.ndarray]:

@@ -24,11 +24,12 @@ from transformers import (
 
 from engine.config import EngineConfig
 from engine.execution.model_loading import check_model, has_compiled_decoder
-from engine.execution.model_runner import build_model_runner
+from engine.execution.model_runner import PagedModelRunner, build_model_runner
 from engine.models.config import decoder_config_from_gguf, decoder_config_from_hf
 from engine.text.assets import load_text_assets
 from engine.weights.errors import ModelFormatError, UnsupportedModelError, WeightMismatchError
 from engine.weights.gguf import open_gguf
+from kernels.packed_weight import weight_format
 from tests.fakes.paged_driver import PagedDriver
 
 _BASE: dict[str, Any] = {
@@ -199,6 +200,23 @@ def test_a_gguf_file_computes_what_its_numbers_say(
     expected = _logits(model, _IDS)[[36, 89, *range(90, 100)]]
     found = _chunked_then_decoded(_plain(path))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not has_compiled_decoder(), reason="the CPU kernels are not built")
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_blocks_of_a_gguf_file_stay_packed(tmp_path: Path, family: str) -> None:
+    """Default settings: Q4_0 as the kernels' Q4_1, with activations of 8 bits."""
+    _reference(tmp_path, family, {"head_dim": 32, "num_attention_heads": 2})
+    path, kind = tmp_path / "model.gguf", gguf.GGMLQuantizationType.Q4_0
+    _write_gguf(tmp_path, path, family, kind)
+    config = EngineConfig(model=str(path), page_size=16, kv_pool_tokens=512, max_slots=4)
+    runner = build_model_runner(config)
+    assert isinstance(runner, PagedModelRunner)
+    stack = runner._model.stack
+    assert {weight_format(layer.qkv) for layer in stack.layers} == {"q4_1"}
+    found = _chunked_then_decoded(PagedDriver(runner, seed=4))
+    expected = _chunked_then_decoded(_plain(path))
+    assert torch.nn.functional.cosine_similarity(found, expected, dim=1).min() > 0.99
 
 
 @pytest.mark.parametrize(
