@@ -171,7 +171,7 @@ def _choose_precision(
     On a CPU `auto` is bfloat16 with packed weights where a compiled kernel runs the whole decoder,
     else float32 with dequantised weights: the plain kernels would expand blocks at every step. On
     a GPU it is bfloat16, with packed weights where the checkpoint has a 4-bit format, or
-    fp8 in blocks of 128.
+    fp8 in blocks of 128. `deterministic` is float32 there, and on a CPU whatever it is without.
 
     Raises:
         ConfigError: a setting does not go with the checkpoint or with `deterministic`.
@@ -183,8 +183,8 @@ def _choose_precision(
         raise ConfigError(
             "engine.weights", config.weights, f"auto | dequantized, as {source.path} is {kinds}"
         )
-    if config.deterministic:
-        return _deterministic_precision(config, device)
+    if config.deterministic and device != "cpu":
+        return _deterministic_precision(config)
     is_fast = device != "cpu" or (opened.kind.has_fused_decoder and has_compiled_decoder())
     dtype_name = config.dtype
     if dtype_name == "auto":
@@ -249,14 +249,8 @@ def has_compiled_decoder() -> bool:
     )
 
 
-def _deterministic_precision(config: EngineConfig, device: str) -> tuple[str, bool]:
-    """fp32 throughout: low-precision paths differ with the number of tokens in a step. On a GPU
-    bfloat16 may be asked for, as its kernels of fixed order take both."""
-    allowed = "float32" if device == "cpu" else "float32 | bfloat16"
-    if config.dtype == "bfloat16" and device == "cpu":
-        raise ConfigError(
-            "engine.dtype", config.dtype, f"{allowed} where engine.deterministic is set"
-        )
+def _deterministic_precision(config: EngineConfig) -> tuple[str, bool]:
+    """On a GPU, whose kernels of fixed order take fp32 and bfloat16: dense weights."""
     if config.weights == "packed":
         raise ConfigError(
             "engine.weights", config.weights, "dequantized where engine.deterministic is set"

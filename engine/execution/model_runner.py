@@ -26,6 +26,7 @@ from engine.execution.model_loading import (
     kernels_asked_for,
     load_model,
 )
+from engine.execution.one_token_steps import OneTokenSteps
 from engine.models.model import DraftingModel, FoldingModel, PagedModel, StepRows
 from kernels.errors import KernelInputError, NoKernelFoundError
 from kernels.late_compiles import report_late_compiles
@@ -210,7 +211,7 @@ def _host_runner(config: EngineConfig, loaded: LoadedModel, layout: KvLayout) ->
         max_context_len=loaded.max_context_len,
     )
     return PagedModelRunner(
-        loaded.model,
+        OneTokenSteps(loaded.model) if config.deterministic else loaded.model,
         DevicePool(layout, num_pages, loaded.device),
         max_slots=config.max_slots,
         max_context_len=loaded.max_context_len,
