@@ -26,6 +26,8 @@ def app(shared_app: RunningApp) -> RunningApp:
     shared_app.engine.prefill_s = 0.0
     shared_app.engine.progress_steps = 0
     shared_app.engine.fail_at = None
+    shared_app.engine.hold_at = None
+    shared_app.engine.held.clear()
     shared_app.engine.grammar_check = lambda spec: None
     shared_app.engine.resume()
     return shared_app

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from tests.fakes.appliance import Json, RunningApp, says, sse_events
+from tests.fakes.appliance import Json, RunningApp, ids_of, says, sse_events, until
 
 TOOL = {
     "type": "function",
@@ -38,7 +36,7 @@ def run_until(
 
 def test_a_cancelled_turn_keeps_its_text_and_the_next_turn_reuses_it(app: RunningApp) -> None:
     app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 100
+    app.engine.hold_at = 5
     session_id = app.session()
     answer, events = run_until(app, session_id, "response.output_text.delta")
     assert events[-1]["type"] == "turn.cancelled" and events[-1]["turn"] == answer
@@ -48,7 +46,7 @@ def test_a_cancelled_turn_keeps_its_text_and_the_next_turn_reuses_it(app: Runnin
     session = app.get(f"/v1/sessions/{session_id}").json()
     assert (session["status"], session["revision"]) == ("idle", 1)
     known = session["num_tokens"]
-    app.engine.script, app.engine.tokens_per_s = says("ok"), 0.0
+    app.engine.script, app.engine.hold_at = says("ok"), None
     turn = app.turn(session_id, "and now?")
     assert turn["x_cache"]["l1"] == known - 1 and turn["cache"]["miss"] is None
 
@@ -60,11 +58,17 @@ def test_cancel_is_idempotent_and_harmless_after_the_end(app: RunningApp) -> Non
     assert app.post(path).json() == turn == app.post(path).json()
 
 
-@pytest.mark.parametrize("done", ["response.output_item.added", "response.output_item.done"])
-def test_a_cancelled_turn_keeps_no_call_whole_or_half(app: RunningApp, done: str) -> None:
+@pytest.mark.parametrize(
+    ("done", "num_calls"), [("response.output_item.added", 0), ("response.output_item.done", 1)]
+)
+def test_a_cancelled_turn_keeps_no_call_whole_or_half(
+    app: RunningApp, done: str, num_calls: int
+) -> None:
     call = '{"name": "ls", "arguments": {"path": "src"}}'
     app.engine.script = says(f"Let me look. <tool_call>[{call}, {call}, {call}]</tool_call>")
-    app.engine.tokens_per_s = 60
+    # In the midst of a call, behind so many whole ones.
+    said = "Let me look. <tool_call>[" + f"{call}, " * num_calls + call[:32]
+    app.engine.hold_at = len(ids_of(said))
     session_id = app.session(tools=[TOOL])
     path = f"/v1/sessions/{session_id}/turns"
     with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
@@ -80,14 +84,14 @@ def test_a_cancelled_turn_keeps_no_call_whole_or_half(app: RunningApp, done: str
     ids = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
     text = app.post("/detokenize", {"tokens": ids}).json()["prompt"]
     assert text.endswith("<|im_start|>assistant\nLet me look.")
-    app.engine.script, app.engine.tokens_per_s = says("ok"), 0.0
+    app.engine.script, app.engine.hold_at = says("ok"), None
     turn = app.turn(session_id, "again")
     assert turn["status"] == "completed" and turn["cache"]["miss"] is None
 
 
 def test_store_partial_false_leaves_the_history_as_it_was(app: RunningApp) -> None:
     app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 100
+    app.engine.hold_at = 5
     session_id = app.session()
     answer, _ = run_until(app, session_id, "response.output_text.delta", store_partial=False)
     assert (answer["status"], answer["committed"]) == ("cancelled", False)
@@ -97,11 +101,10 @@ def test_store_partial_false_leaves_the_history_as_it_was(app: RunningApp) -> No
 
 
 def test_a_turn_can_be_cancelled_before_its_first_token(app: RunningApp) -> None:
-    app.engine.prefill_s = 30.0
+    app.engine.prefill_s = 3600.0  # whoever waited for it would wait in vain
     session_id = app.session()
-    started = time.monotonic()
     answer, events = run_until(app, session_id, "turn.queued")
-    assert answer["status"] == "cancelled" and time.monotonic() - started < 20
+    assert answer["status"] == "cancelled"
     assert answer["output"] == [] and answer["committed_tokens"] == 0
     app.engine.prefill_s = 0.0
     assert app.turn(session_id, "again")["status"] == "completed"
@@ -109,7 +112,7 @@ def test_a_turn_can_be_cancelled_before_its_first_token(app: RunningApp) -> None
 
 def test_closing_a_session_stops_its_turn_and_is_idempotent(app: RunningApp) -> None:
     app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 50
+    app.engine.hold_at = 5
     session_id = app.session()
     path = f"/v1/sessions/{session_id}/turns"
     with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
@@ -119,7 +122,7 @@ def test_closing_a_session_stops_its_turn_and_is_idempotent(app: RunningApp) -> 
             closed = app.http.delete(f"/v1/sessions/{session_id}")
             assert closed.json() == {"id": session_id, "object": "session", "deleted": True}
         assert list(events)[-1]["type"] == "turn.cancelled"
-    assert turn_id in app.engine.aborted
+    until(lambda: turn_id in app.engine.aborted)  # the engine may not have had it yet
     assert app.get(f"/v1/sessions/{session_id}").status_code == 404
     assert app.get(f"{path}/{turn_id}/events").status_code == 404
 
@@ -161,7 +164,7 @@ def test_a_turn_that_ends_inside_its_call_commits_none_of_it_and_the_next_one_cl
 def test_a_turn_cancelled_before_its_first_token_leaves_an_empty_answer_that_is_closed(
     app: RunningApp,
 ) -> None:
-    app.engine.prefill_s = 30.0
+    app.engine.prefill_s = 3600.0
     session_id = app.session()
     run_until(app, session_id, "turn.queued")
     app.engine.prefill_s = 0.0

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import concurrent.futures
-import time
 
 import httpx
 
-from tests.fakes.appliance import Json, RunningApp, says, sse_events
+from tests.fakes.appliance import Json, RunningApp, says, sse_events, until
 
 
-def start(app: RunningApp, session_id: str, text: str) -> str:
-    """Start a turn and leave it running; its id."""
+def start(app: RunningApp, session_id: str, text: str, upto: str = "turn.created") -> str:
+    """Start a turn and leave it running behind its first event of this type; its id."""
     path = f"/v1/sessions/{session_id}/turns"
     with app.http.stream("POST", path, json={"input": text, "stream": True}) as reply:
         assert reply.status_code == 200, reply.read()
-        return str(next(sse_events(reply))["turn_id"])
+        return str(next(e for e in sse_events(reply) if e["type"] == upto)["turn_id"])
 
 
 def follow(app: RunningApp, session_id: str, turn_id: str) -> list[Json]:
@@ -84,7 +83,7 @@ def test_a_queued_turn_whose_condition_fails_at_its_begin_fails_alone(app: Runni
     body = {"input": "two", "expect_revision": 0}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         second = pool.submit(httpx.post, app.url + path, json=body, timeout=30)
-        time.sleep(0.2)
+        until(lambda: app.asgi.state.context.turns.queue.num_waiting == 1)
         third = start(app, session_id, "three")
         app.engine.resume()
         # By then the first turn has moved the session on to revision 1.
@@ -126,11 +125,11 @@ def test_closing_a_session_cancels_what_waits_in_it(app: RunningApp) -> None:
 
 def test_an_interrupting_turn_stops_the_running_one_and_keeps_its_text(app: RunningApp) -> None:
     app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 100
+    app.engine.hold_at = 5
     session_id = app.session(on_conflict="interrupt")
-    first = start(app, session_id, "one")
-    time.sleep(0.3)
-    app.engine.script = says("Sure.")
+    first = start(app, session_id, "one", "response.output_text.delta")
+    app.engine.held.add(first)
+    app.engine.script, app.engine.hold_at = says("Sure."), None
     turn = app.turn(session_id, "stop that")
     assert turn["status"] == "completed" and turn["cache"]["miss"] is None
     stopped = app.get(f"/v1/sessions/{session_id}/turns/{first}").json()
@@ -157,10 +156,11 @@ def test_an_interrupt_that_expects_the_right_revision_runs_behind_what_it_stoppe
     app: RunningApp,
 ) -> None:
     app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 100
+    app.engine.hold_at = 5
     session_id = app.session(on_conflict="interrupt")
-    first = start(app, session_id, "one")
-    app.engine.script = says("Sure.")
+    first = start(app, session_id, "one", "turn.cache")  # the engine has it, and its script
+    app.engine.held.add(first)
+    app.engine.script, app.engine.hold_at = says("Sure."), None
     turn = app.turn(session_id, "two", expect_revision=0)
     assert (turn["status"], turn["revision"]) == ("completed", 2)
     assert follow(app, session_id, first)[-1]["type"] == "turn.cancelled"

@@ -3,28 +3,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import time
+import contextlib
 
-import httpx
-import pytest
-
-from tests.fakes.appliance import Json, RunningApp, says, sse_events
-
-
-def post_and_hang_up(
-    app: RunningApp, path: str, body: Json, headers: dict[str, str] | None = None
-) -> None:
-    with httpx.Client(base_url=app.url, timeout=0.3) as client, pytest.raises(httpx.ReadTimeout):
-        client.post(path, json=body, headers=headers)
+from tests.fakes.appliance import Json, RunningApp, sse_events, until
 
 
 def ended(app: RunningApp, path: str, turn_id: str) -> Json:
-    deadline = time.monotonic() + 20
-    while (turn := app.get(f"{path}/{turn_id}").json())["status"] in ("queued", "running"):
-        assert time.monotonic() < deadline, "the turn goes on"
-        time.sleep(0.02)
-    return dict(turn)
+    def look() -> Json:
+        return dict(app.get(f"{path}/{turn_id}").json())
+
+    until(lambda: look()["status"] not in ("queued", "running"))
+    return look()
 
 
 def test_a_queued_turn_whose_reader_has_left_never_runs(app: RunningApp) -> None:
@@ -38,8 +27,11 @@ def test_a_queued_turn_whose_reader_has_left_never_runs(app: RunningApp) -> None
         num_requests = len(app.engine.requests)
         with app.http.stream("POST", path, json={"input": "two", "stream": True}) as second:
             turn_id = next(sse_events(second))["turn_id"]
-        post_and_hang_up(app, path, {"input": "three"})
         assert ended(app, path, turn_id)["status"] == "cancelled"
+        queue = app.asgi.state.context.turns.queue
+        with app.caller(path, {"input": "three"}):
+            until(lambda: queue.num_waiting == 1)
+        until(lambda: queue.num_waiting == 0)
         app.engine.resume()
         assert list(events)[-1]["type"] == "turn.completed"
     assert app.turn(session_id, "four")["status"] == "completed"
@@ -58,8 +50,10 @@ def test_a_second_caller_under_the_same_key_that_hangs_up_leaves_the_turn_to_its
     body = {"input": "go", "stream": True}
     with app.http.stream("POST", path, json=body, headers=headers) as reply:
         events = sse_events(reply)
-        next(events)
-        post_and_hang_up(app, path, {"input": "go"}, headers)
+        turn_id = next(events)["turn_id"]
+        with app.caller(path, {"input": "go"}, headers):
+            until(lambda: app.num_readers(session_id, turn_id) == 2)
+        until(lambda: app.num_readers(session_id, turn_id) == 1)
         app.engine.resume()
         assert list(events)[-1]["type"] == "turn.completed"
 
@@ -67,19 +61,23 @@ def test_a_second_caller_under_the_same_key_that_hangs_up_leaves_the_turn_to_its
 def test_a_plain_caller_that_hangs_up_leaves_the_turn_to_whoever_watches_its_events(
     app: RunningApp,
 ) -> None:
-    app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 100
+    app.engine.pause()
     session_id = app.session(on_disconnect="cancel")
     path = f"/v1/sessions/{session_id}/turns"
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        caller = pool.submit(post_and_hang_up, app, path, {"input": "go"})
-        while (turn_id := app.get(f"/v1/sessions/{session_id}").json()["current_turn"]) is None:
-            time.sleep(0.01)
-        with app.http.stream("GET", f"{path}/{turn_id}/events") as watcher:
-            events = sse_events(watcher)
+
+    def turn_id() -> str:
+        return str(app.get(f"/v1/sessions/{session_id}").json()["current_turn"] or "")
+
+    with contextlib.ExitStack() as watching:
+        with app.caller(path, {"input": "go"}):
+            until(lambda: bool(turn_id()))
+            running = turn_id()
+            until(lambda: app.num_readers(session_id, running) == 1)
+            watcher = watching.enter_context(app.http.stream("GET", f"{path}/{running}/events"))
+            events = sse_events(watcher)  # kept: the reader is gone with it
             next(events)
-            caller.result()
-            time.sleep(0.3)
-            assert app.get(f"{path}/{turn_id}").json()["status"] == "running"
+            assert app.num_readers(session_id, running) == 2
+        until(lambda: app.num_readers(session_id, running) == 1)
+        assert app.get(f"{path}/{running}").json()["status"] == "running"
     # The last one has gone now.
-    assert ended(app, path, turn_id)["status"] == "cancelled"
+    assert ended(app, path, running)["status"] == "cancelled"

@@ -138,11 +138,16 @@ def test_a_context_limit_is_told_apart_from_the_client_s_own(app: RunningApp) ->
 
 def test_a_deadline_ends_the_turn_with_what_it_has(app: RunningApp) -> None:
     app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 50
+    app.engine.hold_at = 20
     session_id = app.session()
-    final = app.stream(session_id, "count", deadline_ms=300)[-1]
+    events = app.stream(session_id, "count", deadline_ms=1000)
+    final = events[-1]
     assert (final["type"], final["reason"]) == ("turn.incomplete", "deadline")
-    assert final["items"][0]["content"][0]["text"].startswith("word word")
+    # Where a second is not enough for a first token, it has nothing.
+    told = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    texts = [part["text"] for item in final["items"] for part in item["content"]]
+    assert texts == [told] if told else texts == []
+    assert final["turn"]["committed_tokens"] == final["usage"]["output_tokens"]
     assert app.get(f"/v1/sessions/{session_id}").json()["status"] == "idle"
 
 
@@ -153,12 +158,12 @@ def test_a_turn_ends_when_it_is_to_though_its_engine_is_gone(
 ) -> None:
     """With what readers saw, and the session goes on once there is an engine again."""
     app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 50
+    app.engine.hold_at = 20
     session_id = app.session()
     is_gone = when == "before it begins"
     if is_gone:
         app.engine.stop()
-    body = {"input": "go", "stream": True, **({"deadline_ms": 400} if how == "deadline" else {})}
+    body = {"input": "go", "stream": True, **({"deadline_ms": 1000} if how == "deadline" else {})}
     path = f"/v1/sessions/{session_id}/turns"
     told, is_asked = "", False
     with app.http.stream("POST", path, json=body) as reply:
@@ -175,8 +180,8 @@ def test_a_turn_ends_when_it_is_to_though_its_engine_is_gone(
         assert event["type"] == "turn.cancelled"
     texts = [part["text"] for item in event["items"] for part in item["content"]]
     assert "".join(texts) == told
-    app.engine.script = says("Done.")
-    app.engine.start()
+    app.engine.script, app.engine.hold_at = says("Done."), None
+    app.engine.restart()  # its deadline may have come before its first word
     assert app.turn(session_id, "again")["status"] == "completed"
 
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import http.client
 import json
 import socket
 import threading
@@ -109,7 +111,7 @@ class RunningApp:
             target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
         )
         self._thread.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not self._server.started or (self._with_engine and not self.services.client.is_ready):
             if time.monotonic() > deadline or not self._thread.is_alive():
                 raise RuntimeError("the app did not start")
@@ -117,7 +119,8 @@ class RunningApp:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the app does not end"
 
     def restart(self) -> None:
         """Running turns are left as a crash leaves them: pending in the store, their engine
@@ -158,6 +161,21 @@ class RunningApp:
         with self.http.stream("POST", path, json=body, headers=headers) as reply:
             assert reply.status_code == 200, reply.read()
             return list(sse_events(reply))
+
+    @contextlib.contextmanager
+    def caller(
+        self, path: str, body: Json, headers: dict[str, str] | None = None
+    ) -> Iterator[None]:
+        """Somebody who waits for a whole answer, and hangs up where the block ends."""
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        with contextlib.closing(http.client.HTTPConnection(self.url.partition("//")[2])) as asked:
+            asked.request("POST", path, json.dumps(body), sent)
+            yield
+
+    def num_readers(self, session_id: str, turn_id: str) -> int:
+        """How many read a turn's events, or wait for its end."""
+        events = self.services.journals.find(session_id, turn_id)
+        return 0 if events is None else events.num_readers
 
     def error(self, reply: httpx.Response) -> tuple[int, str, str | None]:
         """(status, code, param) of an error answer."""

@@ -68,6 +68,8 @@ class FakeEngine:
         self.eos_id = eos_id
         self.grammar_check = grammar_check
         self.fail_at: int | None = None  # requests fail at this output token
+        self.hold_at: int | None = None  # requests wait at so many output tokens, until it is None
+        self.held: set[str] = set()  # requests that wait where they are
         self.free_pages: int | None = None  # what its stats say; None: all
         self.tier_states = {"l1": "up", "l2": "up", "l3": "up"}
         self.requests: list[api.GenerateRequest] = []
@@ -153,13 +155,13 @@ class FakeEngine:
                 while (received := self._socket.receive()) is not None:
                     self._handle(*received)
                 self._tell_lease_changes()
-                if self._running.is_set():
+                if not self._stopping.is_set() and self._running.is_set():
                     self._sample_due()
         finally:
             self._socket.close(linger_ms=100)
 
     def _wait_ms(self) -> int:
-        due = [r.due_s for r in self._requests.values() if r.finished is None]
+        due = [r.due_s for r in self._requests.values() if self._is_going_on(r)]
         if not due or not self._running.is_set():
             return 5
         return max(0, min(5, int((min(due) - time.monotonic()) * 1000)))
@@ -262,7 +264,6 @@ class FakeEngine:
         if wire.request_id in self._requests:
             self._attach(peer, api.AttachRequest(request_id=wire.request_id))
             return
-        self.requests.append(wire)
         prompt = unpack_ids(wire.token_ids).tolist()
         resumed = unpack_ids(wire.resume_token_ids).tolist()
         problem = self._problem(wire, prompt)
@@ -280,6 +281,8 @@ class FakeEngine:
             output=resumed,
         )
         self._requests[wire.request_id] = request
+        # Only now: whoever sees it here may change the script.
+        self.requests.append(wire)
         if problem is not None:
             self._finish(request, api.FinishReason.ERROR, code=problem[0], text=problem[1])
             return
@@ -325,9 +328,15 @@ class FakeEngine:
     def _sample_due(self) -> None:
         now_s = time.monotonic()
         for request in list(self._requests.values()):
-            if request.finished is None and request.due_s <= now_s:
+            if self._is_going_on(request) and request.due_s <= now_s:
                 self._sample(request)
                 request.due_s = now_s + (1 / self.tokens_per_s if self.tokens_per_s else 0.0)
+
+    def _is_going_on(self, request: _Request) -> bool:
+        if request.finished is not None or request.wire.request_id in self.held:
+            return False
+        hold_at = self.hold_at
+        return hold_at is None or len(request.output) < hold_at
 
     def _sample(self, request: _Request) -> None:
         sampling = request.wire.sampling
@@ -445,11 +454,11 @@ class FakeEngine:
 
     def _lease(self, peer: bytes, message: api.LeasePrefix) -> api.LeaseReply:
         """As the scheduler answers: what is cached, within half of the pool."""
-        self.leases.pop(message.lease_id, None)
         ids = unpack_ids(message.token_ids).tolist()
         pool = self._cached if message.tier == "l1" else self._lower[message.tier]
         found = _longest(pool.get(message.salt, []), ids)
-        room = self._shape[3] * self._shape[2] // 2 - sum(n for n, _ in self.leases.values())
+        others = sum(n for id_, (n, _) in self.leases.items() if id_ != message.lease_id)
+        room = self._shape[3] * self._shape[2] // 2 - others
         granted = min(found, max(0, room))
         reason = "" if found >= len(ids) - 1 else "not_resident"
         state = "denied"
@@ -457,7 +466,9 @@ class FakeEngine:
             state, reason = ("clipped" if granted else "queued"), "budget"
         elif found:
             state = "clipped" if reason else "granted"
-        if state != "denied":
+        if state == "denied":
+            self.leases.pop(message.lease_id, None)
+        else:  # in one step, as a test looks on
             self.leases[message.lease_id] = (granted, peer)
         return api.LeaseReply(
             query_id=message.query_id,
@@ -474,9 +485,11 @@ class FakeEngine:
     def _tell_lease_changes(self) -> None:
         while self._changes:
             change = self._changes.popleft()
-            _, peer = self.leases.pop(change.lease_id)
+            _, peer = self.leases[change.lease_id]
             if change.num_tokens:
                 self.leases[change.lease_id] = (change.num_tokens, peer)
+            else:
+                del self.leases[change.lease_id]
             self._send([peer], change)
 
     def _stats(self) -> dict[str, float]:
