@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import random
-import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 import torch
 
 from engine.config import TiersConfig
-from tests.fakes.appliance import Json, RunningApp, default_assets, sse_events
+from tests.fakes.appliance import Json, RunningApp, default_assets, sse_events, until
 from tests.fakes.live_engine import LiveEngine
 from tests.fakes.scripted_runner import ScriptedRunner
 
@@ -60,10 +59,13 @@ class Crowded:
 
     def settle(self) -> Json:
         """Wait until nothing runs, and check that every page has one place."""
-        deadline = time.monotonic() + 10
-        while (stats := self.stats())["running"] or stats["waiting"] or stats["owned_pages"]:
-            assert time.monotonic() < deadline, stats
-            time.sleep(0.02)
+        stats: Json = {}
+
+        def is_settled() -> bool:
+            stats.update(self.stats())
+            return not (stats["running"] or stats["waiting"] or stats["owned_pages"])
+
+        until(is_settled)
         places = ("free", "owned", "cached", "in_flight")
         assert sum(stats[f"{place}_pages"] for place in places) == NUM_PAGES, stats
         return stats
@@ -102,10 +104,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crowded]:
         engine = LiveEngine(app.config.engine.run_dir, runner, token_budget=128, tiers=one_tier)
         assert engine.socket_path == app.config.engine.socket_path
         with engine:
-            deadline = time.monotonic() + 20
-            while not app.services.client.is_ready:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: app.services.client.is_ready)
             yield Crowded(app, engine, runner)
         assert engine.error is None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from sessions.session import Session
 from sessions.sqlite_store import SqliteSessionStore
 from sessions.store import TurnClaim
 from sessions.turn_log import PendingTurn
-from tests.fakes.appliance import Json, RunningApp, says, sse_events
+from tests.fakes.appliance import Json, RunningApp, says, sse_events, until
 
 T = TypeVar("T")
 
@@ -51,21 +50,18 @@ def held(app: RunningApp) -> HeldStore:
 
 
 def in_loop(app: RunningApp, work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(work, app.loop).result(20)
+    return asyncio.run_coroutine_threadsafe(work, app.loop).result(60)
 
 
 def wait_running(context: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not context.turns.num_running:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: context.turns.num_running > 0)
 
 
 def stream(app: RunningApp, session_id: str, key: str) -> list[Json]:
     path = f"{app.url}/v1/sessions/{session_id}/turns"
     body = {"input": "go", "stream": True}
     headers = {"Idempotency-Key": key}
-    with httpx.stream("POST", path, json=body, headers=headers, timeout=30) as reply:
+    with httpx.stream("POST", path, json=body, headers=headers, timeout=60) as reply:
         assert reply.status_code == 200, reply.read()
         return list(sse_events(reply))
 
@@ -81,10 +77,10 @@ def test_a_turn_that_the_store_takes_behind_the_drain_is_left_to_the_next_proces
     with app, concurrent.futures.ThreadPoolExecutor(1) as pool:
         store, session_id = held(app), app.session()
         reader = pool.submit(stream, app, session_id, "k")
-        in_loop(app, asyncio.wait_for(store.asked.wait(), 10))
+        in_loop(app, asyncio.wait_for(store.asked.wait(), 60))
         in_loop(app, app.asgi.state.context.turns.drain(0.0))
         app.loop.call_soon_threadsafe(store.may_answer.set)
-        events = reader.result(20)
+        events = reader.result(60)
         assert [event["type"] for event in events] == ["turn.created", "stream.reconnect"]
         assert events[-1]["starting_after"] == 1
         assert not app.engine.requests
@@ -104,7 +100,7 @@ def test_a_turn_that_begins_during_the_drain_gets_its_time_as_those_before_it(
         wait_running(context)
         store = held(app)
         readers.append(pool.submit(stream, app, second, "k"))
-        in_loop(app, asyncio.wait_for(store.asked.wait(), 10))
+        in_loop(app, asyncio.wait_for(store.asked.wait(), 60))
 
         async def drain() -> None:
             draining = asyncio.create_task(context.turns.drain(3600.0))
@@ -116,7 +112,7 @@ def test_a_turn_that_begins_during_the_drain_gets_its_time_as_those_before_it(
             await draining
 
         in_loop(app, drain())
-        ends = [reader.result(20)[-1] for reader in readers]
+        ends = [reader.result(60)[-1] for reader in readers]
         assert [end["type"] for end in ends] == ["turn.completed", "turn.completed"]
 
 
@@ -130,7 +126,7 @@ def test_no_turn_that_is_left_is_told_the_end_of_the_process_as_its_own(app: Run
         wait_running(context)
         store = held(app)
         readers[second] = pool.submit(stream, app, second, "k")
-        in_loop(app, asyncio.wait_for(store.asked.wait(), 10))
+        in_loop(app, asyncio.wait_for(store.asked.wait(), 60))
 
         async def drain() -> None:
             draining = asyncio.create_task(context.turns.drain(0.5))
@@ -141,7 +137,7 @@ def test_no_turn_that_is_left_is_told_the_end_of_the_process_as_its_own(app: Run
 
         in_loop(app, drain())
         for reader in readers.values():
-            assert reader.result(20)[-1]["type"] == "stream.reconnect"
+            assert reader.result(60)[-1]["type"] == "stream.reconnect"
         app.engine.resume()
         app.restart()
         for session_id in readers:
@@ -157,11 +153,11 @@ def test_a_turn_that_comes_to_a_closed_queue_waits_for_the_next_process(app: Run
         wait_running(context)
         store = held(app)
         second = pool.submit(stream, app, session_id, "l")
-        in_loop(app, asyncio.wait_for(store.asked.wait(), 10))
+        in_loop(app, asyncio.wait_for(store.asked.wait(), 60))
         in_loop(app, context.turns.drain(0.0))
         app.loop.call_soon_threadsafe(store.may_answer.set)
-        assert first.result(20)[-1]["type"] == "stream.reconnect"
-        left = second.result(20)
+        assert first.result(60)[-1]["type"] == "stream.reconnect"
+        left = second.result(60)
         assert [e["type"] for e in left] == ["turn.created", "turn.queued", "stream.reconnect"]
         app.engine.resume()
         app.restart()

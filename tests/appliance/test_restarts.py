@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -17,18 +17,20 @@ from sessions.errors import StoreUnavailable
 from sessions.session import Session
 from sessions.sqlite_store import SqliteSessionStore
 from sessions.turn_log import Record
-from tests.fakes.appliance import Json, RunningApp, says, sse_events
+from tests.fakes.appliance import Json, RunningApp, says, sse_events, until
 
 WORDS = " ".join(f"word{number}" for number in range(60))
 
 
 @pytest.fixture
 def own_app(tmp_path: Path) -> RunningApp:
-    return RunningApp(tmp_path, says(WORDS), tokens_per_s=150)
+    return RunningApp(tmp_path, says(WORDS))
 
 
-def read_some(app: RunningApp, session_id: str, enough: int, key: str) -> list[Json]:
-    """Start a turn and leave after so many events."""
+def read_some(
+    app: RunningApp, session_id: str, key: str, is_enough: Callable[[list[Json]], bool]
+) -> list[Json]:
+    """Start a turn and leave once the events are enough."""
     events: list[Json] = []
     path = f"/v1/sessions/{session_id}/turns"
     headers = {"Idempotency-Key": key}
@@ -36,7 +38,7 @@ def read_some(app: RunningApp, session_id: str, enough: int, key: str) -> list[J
     with app.http.stream("POST", path, json=body, headers=headers) as reply:
         for event in sse_events(reply):
             events.append(event)
-            if len(events) == enough:
+            if is_enough(events):
                 return events
     return events
 
@@ -49,18 +51,26 @@ def read_rest(app: RunningApp, session_id: str, seen: list[Json]) -> list[Json]:
         return list(sse_events(reply))
 
 
+def has_told(*words: str) -> Callable[[list[Json]], bool]:
+    """Whether the text has come as far, in however many deltas."""
+    return lambda events: all(word in text_of(events) for word in words)
+
+
 def text_of(events: list[Json]) -> str:
     return "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
 
 
-@pytest.mark.parametrize("enough", [1, 3, 20])
+@pytest.mark.parametrize("told", ["", "turn.cache", "word3"])
 def test_a_new_api_process_takes_the_turn_up_and_readers_miss_nothing(
-    own_app: RunningApp, enough: int
+    own_app: RunningApp, told: str
 ) -> None:
     with own_app as app:
+        app.engine.hold_at = 20
         session_id = app.session()
-        seen = read_some(app, session_id, enough, "k")
+        is_enough = has_told("word3") if told == "word3" else lambda seen: seen[-1]["type"] == told
+        seen = read_some(app, session_id, "k", is_enough if told else bool)
         app.restart()
+        app.engine.hold_at = None
         rest = read_rest(app, session_id, seen)
         events = seen + rest
         numbers = [event["sequence_number"] for event in events]
@@ -80,16 +90,12 @@ def test_a_turn_that_ended_while_no_api_process_ran_is_finished_by_the_next(
     own_app: RunningApp,
 ) -> None:
     with own_app as app:
-        app.engine.tokens_per_s = 0.0
         app.engine.pause()
         session_id = app.session()
-        seen = read_some(app, session_id, 3, "k")
+        seen = read_some(app, session_id, "k", lambda seen: seen[-1]["type"] == "turn.cache")
         app.stop()
         app.engine.resume()
-        deadline = time.monotonic() + 10
-        while app.engine._requests[seen[0]["turn_id"]].finished is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: app.engine._requests[seen[0]["turn_id"]].finished is not None)
         app.start()
         assert text_of(seen + read_rest(app, session_id, seen)) == WORDS
         assert app.turn(session_id, "next")["cache"]["miss"] is None
@@ -97,14 +103,19 @@ def test_a_turn_that_ended_while_no_api_process_ran_is_finished_by_the_next(
 
 def test_an_engine_crash_in_mid_turn_is_not_seen_by_the_reader(own_app: RunningApp) -> None:
     with own_app as app:
+        app.engine.hold_at = 20
         session_id = app.session()
         path = f"/v1/sessions/{session_id}/turns"
         events: list[Json] = []
+        before = ""
         with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
             for event in sse_events(reply):
                 events.append(event)
-                if len(events) == 20:
-                    app.engine.restart()
+                if not before and has_told("word3")(events):
+                    before = text_of(events)
+                    app.engine.stop()
+                    app.engine.hold_at = None
+                    app.engine.start()
         assert events[-1]["type"] == "turn.completed"
         told = [event for event in events if event["type"] == "turn.cache"]
         assert len(told) == 2 and told[1]["miss"]["reason"] == "engine_restarted"
@@ -116,12 +127,11 @@ def test_an_engine_crash_in_mid_turn_is_not_seen_by_the_reader(own_app: RunningA
         assert told[1]["to_compute"] == num_again
         assert len(resumed.resume_token_ids) > 0
         # The fake starts its script anew behind what it was given; a real engine goes on.
-        assert text_of(events).startswith(WORDS[: len(text_of(events[:20]))])
+        assert before and text_of(events).startswith(before) and WORDS.startswith(before)
 
 
 def test_the_turn_after_an_engine_crash_says_what_was_recomputed(own_app: RunningApp) -> None:
     with own_app as app:
-        app.engine.tokens_per_s = 0.0
         session_id = app.session()
         app.turn(session_id, "one")
         known = app.get(f"/v1/sessions/{session_id}").json()["num_tokens"]
@@ -136,6 +146,7 @@ def test_a_turn_cancelled_while_its_engine_dies_claims_nothing_of_the_next_engin
     own_app: RunningApp,
 ) -> None:
     with own_app as app, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        app.engine.hold_at = 20
         session_id = app.session()
         path = f"/v1/sessions/{session_id}/turns"
         with app.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
@@ -144,6 +155,7 @@ def test_a_turn_cancelled_while_its_engine_dies_claims_nothing_of_the_next_engin
             app.engine.stop()
             cancelled = pool.submit(httpx.post, f"{app.url}{path}/{turn_id}/cancel", timeout=30)
             app.engine.pause()
+            app.engine.hold_at = None
             app.engine.start()
             assert list(events)[-1]["type"] == "turn.cancelled"
         assert cancelled.result().json()["status"] == "cancelled"
@@ -164,21 +176,21 @@ def lose_both(app: RunningApp) -> None:
 def test_a_turn_whose_processes_all_died_goes_on_where_its_readers_were(
     own_app: RunningApp, times: int
 ) -> None:
-    own_app.engine.tokens_per_s = 40
     with own_app as app:
+        app.engine.hold_at = 20
         session_id = app.session()
-        events = read_some(app, session_id, 12, "k")
-        for _ in range(times):
-            app.engine.pause()
+        events = read_some(app, session_id, "k", has_told("word3"))
+        for life in range(1, times + 1):
             lose_both(app)
+            app.engine.hold_at = 20 + 30 * life
             path = f"/v1/sessions/{session_id}/turns/{events[0]['turn_id']}/events"
             params = {"starting_after": events[-1]["sequence_number"]}
             with app.http.stream("GET", path, params=params) as reply:
                 for event in sse_events(reply):
                     events.append(event)
-                    if len(events) in (20, 30):
+                    if has_told(f"word{3 + 6 * life}")(events):
                         break
-        app.engine.tokens_per_s = 0
+        app.engine.hold_at = None
         events += read_rest(app, session_id, events)
         numbers = [event["sequence_number"] for event in events]
         assert numbers == list(range(1, len(events) + 1))
@@ -209,10 +221,12 @@ def test_a_turn_whose_sampled_ids_are_lost_with_both_processes_fails_as_engine_r
     own_app: RunningApp,
 ) -> None:
     with own_app as app:
+        app.engine.hold_at = 20
         session_id = app.session()
-        seen = read_some(app, session_id, 12, "k")
+        seen = read_some(app, session_id, "k", has_told("word3"))
         app.stop()
         app.engine.restart()
+        app.engine.hold_at = None
         (journal,) = app.config.server.state_dir.glob("turns/*.ids")
         journal.write_bytes(journal.read_bytes()[: 4 * 2])
         app.start()
@@ -252,7 +266,7 @@ class StubbornStore(SqliteSessionStore):
 def test_an_answer_that_had_ended_when_both_processes_died_ends_as_it_had(
     own_app: RunningApp, fields: Json, stopped_by: str, end: tuple[str, str | None, str | None]
 ) -> None:
-    own_app.engine.tokens_per_s = 30 if stopped_by else 0
+    own_app.engine.hold_at = 20 if stopped_by else None
     with own_app as app:
         stubborn = StubbornStore(app.config.sessions)
         asyncio.run_coroutine_threadsafe(stubborn.open(), app.loop).result(10)
@@ -263,15 +277,15 @@ def test_an_answer_that_had_ended_when_both_processes_died_ends_as_it_had(
         with app.http.stream("POST", path, json={"input": "x", "stream": True, **fields}) as reply:
             for event in sse_events(reply):
                 seen.append(event)
-                if stopped_by and len(seen) == 8:
+                if app.engine.hold_at and has_told("word3")(seen):
                     app.engine.pause()
+                    app.engine.hold_at = None
                     run = app.asgi.state.context.turns.runner.find(event["turn_id"])
                     asking = run.request_stop(stopped_by)
                     asyncio.run_coroutine_threadsafe(asking, app.loop).result(10)
                 if event["type"] == "response.output_item.done":
                     break
         num_sampled = len(app.engine.requests)
-        app.engine.tokens_per_s = 0.0
         lose_both(app)
         events = seen + read_rest(app, session_id, seen)
         assert [e["sequence_number"] for e in events] == list(range(1, len(events) + 1))
@@ -288,7 +302,7 @@ def test_both_processes_lost_before_any_output_runs_the_turn_after_all(
     with own_app as app:
         app.engine.pause()
         session_id = app.session()
-        seen = read_some(app, session_id, 2, "k")
+        seen = read_some(app, session_id, "k", lambda seen: len(seen) == 2)
         app.stop()
         app.engine.restart()
         app.engine.resume()
@@ -300,7 +314,6 @@ def test_a_terminal_event_that_a_crash_swallowed_is_told_to_the_reader_who_comes
     own_app: RunningApp,
 ) -> None:
     with own_app as app:
-        app.engine.tokens_per_s = 0.0
         session_id = app.session()
         events = app.stream(session_id, "x")
         app.stop()
@@ -355,7 +368,9 @@ def test_a_stopping_appliance_takes_no_new_turn(own_app: RunningApp) -> None:
     with own_app as app:
         session_id = app.session()
         app.asgi.state.context.turns.is_draining = True
-        reply = httpx.post(f"{app.url}/v1/sessions/{session_id}/turns", json={"input": "x"})
+        reply = httpx.post(
+            f"{app.url}/v1/sessions/{session_id}/turns", json={"input": "x"}, timeout=30
+        )
         assert app.error(reply)[:2] == (503, "draining")
         assert reply.headers["retry-after"]
 
@@ -372,7 +387,8 @@ DIALECTS = {
 def test_answers_that_no_session_keeps_end_with_an_error_where_they_outlast_the_drain(
     tmp_path: Path,
 ) -> None:
-    with RunningApp(tmp_path, says("word " * 400), tokens_per_s=20) as app:
+    with RunningApp(tmp_path, says("word " * 400)) as app:
+        app.engine.hold_at = 5
         lines: dict[str, list[str]] = {}
 
         def stream(path: str) -> None:
@@ -386,10 +402,7 @@ def test_answers_that_no_session_keeps_end_with_an_error_where_they_outlast_the_
                 path: pool.submit(httpx.post, f"{app.url}{path}", json=body, timeout=30)
                 for path, body in DIALECTS.items()
             }
-            deadline = time.monotonic() + 20
-            while len(app.engine.requests) < 2 * len(DIALECTS):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: len(app.engine.requests) == 2 * len(DIALECTS))
             app.stop()
             for done in streams:
                 done.result()  # each ended properly, and was not cut off
@@ -400,4 +413,4 @@ def test_answers_that_no_session_keeps_end_with_an_error_where_they_outlast_the_
         assert set(lines) == set(DIALECTS)
         for path, found in lines.items():
             assert any("draining" in line for line in found[-3:]), (path, found[-3:])
-        assert len(app.engine.aborted) >= 2 * len(DIALECTS)
+        until(lambda: len(app.engine.aborted) >= 2 * len(DIALECTS))
