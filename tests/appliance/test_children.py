@@ -84,7 +84,7 @@ def _watch_until(
     is_enough: Callable[[], bool] = lambda: True,
 ) -> dict[str, int]:
     """Watch until these run. A step of the clock is as long as a step of the real one."""
-    for _ in range(1000):
+    for _ in range(3000):
         children.watch()
         if set(children.pids) == names and is_enough():
             return children.pids

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from appliance.cli import main
 from appliance.supervisor import ADMIN_KEY_FILE, STATE_FILE
-from tests.fakes.appliance import Json, RunningApp, says, sse_events
+from tests.fakes.appliance import Json, RunningApp, says, sse_events, until
 
 TEXT = "a question long enough to fill a page or two of the cache " * 8
 
@@ -99,10 +98,8 @@ def test_the_doctor_looks_at_every_part_and_finds_what_is_wrong(tmp_path: Path) 
         assert ready.status_code == 200, "a tier that is down costs time and no turn"
         assert ready.json()["warnings"] == ["tier l3: fake down"]
         app.engine.stop()
-        deadline = time.monotonic() + 10
-        while (result := run(app, "doctor")).exit_code == 0:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: run(app, "doctor").exit_code != 0)
+        result = run(app, "doctor")
         assert result.exit_code == 1 and "not answer" in result.stdout
 
 
@@ -153,7 +150,9 @@ def test_explain_says_where_the_wait_went(app: RunningApp) -> None:
     waited = as_json(app, "sessions", "explain", session_id)["waited_ms"]
     assert waited["prefill"] >= 190
     total = 1000 * (turn["finished_at"] - turn["created_at"])
-    assert sum(waited.values()) == pytest.approx(total, abs=max(30.0, total / 4))
+    # What came before the turn was created is a part of the wait for its first token.
+    total = max(total, turn["timings"]["first_token_ms"])
+    assert sum(waited.values()) == pytest.approx(total, abs=2.0)  # its parts are rounded
 
 
 def test_explain_does_not_praise_a_turn_that_the_engine_never_looked_at(app: RunningApp) -> None:
@@ -187,7 +186,7 @@ def test_tail_follows_a_session_to_its_end(app: RunningApp) -> None:
     session_id = app.session()
 
     def live() -> None:
-        time.sleep(0.3)
+        until(lambda: session_id in app.services.hub._readers)
         app.turn(session_id, "x")
         app.http.delete(f"/v1/sessions/{session_id}")
 

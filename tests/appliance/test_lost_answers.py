@@ -61,7 +61,7 @@ def forgetful(app: RunningApp) -> ForgetfulStore:
 
 
 def in_loop(app: RunningApp, work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run_coroutine_threadsafe(work, app.loop).result(20)
+    return asyncio.run_coroutine_threadsafe(work, app.loop).result(60)
 
 
 def look_twice(app: RunningApp) -> None:
@@ -99,7 +99,7 @@ def test_a_turn_whose_begin_is_stored_after_its_refusal_is_found_and_run(app: Ru
         assert app.error(refused)[:2] == (503, "store_unavailable")
         app.loop.call_soon_threadsafe(store.may_write.set)
         assert store.late is not None
-        in_loop(app, asyncio.wait_for(store.late, 10))
+        in_loop(app, asyncio.wait_for(store.late, 60))
         look_twice(app)
         turn = app.post(path, {"input": "go"}, headers=HEADERS).json()
         assert (turn["status"], turn["revision"]) == ("completed", 1)
@@ -118,7 +118,7 @@ def test_a_turn_that_waits_in_the_store_alone_is_found_and_run(app: RunningApp) 
             events = sse_events(first)
             next(events)
             url = f"{app.url}{path}"
-            second = httpx.post(url, json={"input": "then"}, timeout=20)
+            second = httpx.post(url, json={"input": "then"}, timeout=60)
             assert app.error(second)[:2] == (503, "store_unavailable")
             look_twice(app)
             app.engine.resume()
@@ -138,7 +138,7 @@ def test_a_turn_that_runs_or_waits_here_is_not_taken_up_again(app: RunningApp) -
             events = sse_events(first)
             next(events)
             with httpx.stream(
-                "POST", f"{app.url}{path}", json={"input": "then", "stream": True}, timeout=20
+                "POST", f"{app.url}{path}", json={"input": "then", "stream": True}, timeout=60
             ) as second:
                 queued = sse_events(second)
                 next(queued)

@@ -294,8 +294,9 @@ def test_an_engine_error_in_a_stream_is_an_error_event(app: RunningApp) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_the_engine_refuses_at_once_has_a_status(
-    app: RunningApp, client: Any, stream: bool
+    app: RunningApp, client: Any, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
+    monkeypatch.setattr("appliance.generation.FIRST_WORD_S", 60.0)  # at once on any machine
     app.engine.grammar_check = lambda spec: ("queue_full", "too many")
     wanted = {"format": {"type": "json_schema", "schema": {}}}
     with pytest.raises(anthropic.RateLimitError) as refused:

@@ -126,7 +126,7 @@ def test_a_failed_and_a_cancelled_turn_end_as_the_document_says(
 ) -> None:
     session_id = app.session()
     app.engine.script = says("word " * 50)
-    app.engine.tokens_per_s = 300
+    app.engine.hold_at = 5
     with app.http.stream(
         "POST", f"/v1/sessions/{session_id}/turns", json={"input": "x", "stream": True}
     ) as reply:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from engine.transport import unpack_ids
-from tests.fakes.appliance import RunningApp, says, sse_events
+from tests.fakes.appliance import RunningApp, says, sse_events, until
 
 TEXT = "a file of some length that the tool has read " * 20
 
@@ -63,10 +62,7 @@ def test_a_background_prefill_gives_way(app: RunningApp, by: str) -> None:
     app.engine.pause()
     num_before = len(app.engine.requests)
     app.post(f"{path}/items", {"items": TEXT, "prefill": "background"})
-    deadline = time.monotonic() + 10
-    while len(app.engine.requests) == num_before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: len(app.engine.requests) > num_before)
     prefill_id = app.engine.requests[-1].request_id
     if by == "turn":
         with app.http.stream("POST", f"{path}/turns", json={"input": "b", "stream": True}) as reply:
@@ -78,9 +74,7 @@ def test_a_background_prefill_gives_way(app: RunningApp, by: str) -> None:
         app.http.delete(path)
     else:
         app.post(f"{path}/items", {"items": "more", "prefill": "background"})
-    while prefill_id not in app.engine.aborted:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: prefill_id in app.engine.aborted)
 
 
 def test_a_prefill_that_fails_says_so_and_the_items_stay(tmp_path: Path) -> None:

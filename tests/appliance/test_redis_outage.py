@@ -28,7 +28,7 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def app(tmp_path: Path, server: RedisServer) -> Iterator[RunningApp]:
-    sessions = {"store": "redis", "redis_url": server.url, "store_timeout_ms": 1000}
+    sessions = {"store": "redis", "redis_url": server.url, "store_timeout_ms": 3000}
     with RunningApp(tmp_path, says(WORDS), settings={"sessions": sessions}) as app:
         yield app
 

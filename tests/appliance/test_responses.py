@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from appliance.api.responses_input import chat_messages_of, seal, unseal
 from appliance.errors import ApiError
 from appliance.response_store import ResponseStore, StoredResponse
 from sessions.token_codec import count, decode_ids
-from tests.fakes.appliance import Json, RunningApp, default_assets, ids_of, says, sse_events
+from tests.fakes.appliance import Json, RunningApp, default_assets, ids_of, says, sse_events, until
 
 TOOL: Json = {
     "type": "function",
@@ -241,7 +239,7 @@ def test_a_response_that_shall_not_be_stored_is_not(client: Any) -> None:
 
 def test_a_running_response_is_cancelled(app: RunningApp, client: Any) -> None:
     app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 50.0
+    app.engine.hold_at = 5
     stream = client.responses.create(**BASE, stream=True)
     response_id = next(iter(stream)).response.id
     for event in stream:
@@ -258,14 +256,11 @@ def test_a_running_response_is_cancelled(app: RunningApp, client: Any) -> None:
 
 def test_a_reader_that_hangs_up_ends_its_response(app: RunningApp, client: Any) -> None:
     app.engine.script = says("word " * 400)
-    app.engine.tokens_per_s = 50.0
+    app.engine.hold_at = 5
     stream = client.responses.create(**BASE, stream=True)
     response_id = next(iter(stream)).response.id
     stream.close()
-    deadline = time.monotonic() + 10
-    while client.responses.retrieve(response_id).status == "in_progress":
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)
+    until(lambda: client.responses.retrieve(response_id).status != "in_progress")
     assert client.responses.retrieve(response_id).status == "cancelled"
 
 

@@ -14,7 +14,7 @@ from tests.fakes.appliance import RunningApp, says, until
 def test_a_turn_that_ends_while_the_file_is_locked_is_committed_once_it_is_free(
     tmp_path: Path,
 ) -> None:
-    settings = {"sessions": {"store_timeout_ms": 200}}
+    settings = {"sessions": {"store_timeout_ms": 1500}}
     with RunningApp(tmp_path, says("one two three"), settings=settings) as app:
         session_id = app.session()
         first = app.turn(session_id, "before")

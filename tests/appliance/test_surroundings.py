@@ -92,7 +92,7 @@ def test_a_session_deleted_under_its_turn_is_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with RunningApp(tmp_path, says("word " * 400)) as app:
-        app.engine.tokens_per_s = 100
+        app.engine.hold_at = 5
         session_id = app.session()
         path = f"/v1/sessions/{session_id}"
         body = {"input": "go", "stream": True}

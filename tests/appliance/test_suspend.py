@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import time
 from pathlib import Path
 
 import httpx
@@ -13,7 +12,7 @@ import pytest
 
 from sessions.token_codec import encode_ids
 from sessions.ttl import Sweeper
-from tests.fakes.appliance import RunningApp, says, sse_events
+from tests.fakes.appliance import RunningApp, says, sse_events, until
 
 TEXT = "a question long enough to fill a page or two of the cache " * 8
 
@@ -94,7 +93,7 @@ def test_the_part_of_a_page_that_lower_tiers_do_not_keep_is_named_so(tmp_path: P
         session_id, num_tokens = with_history(app)
         tokens = app.get(f"/v1/sessions/{session_id}/tokens").json()["token_ids"]
         moved = app.services.client.move_prefix(encode_ids(tokens), "l2")
-        asyncio.run_coroutine_threadsafe(moved, app.loop).result(10)
+        asyncio.run_coroutine_threadsafe(moved, app.loop).result(60)
         miss = app.turn(session_id, "and?")["cache"]["miss"]
         part = num_tokens - 1 - num_tokens // 64 * 64
         assert part > 0 and (miss["reason"], miss["missed_tokens"]) == ("part_page", part)
@@ -135,7 +134,7 @@ def test_a_running_session_is_not_suspended(app: RunningApp) -> None:
         events = sse_events(reply)
         next(events)
         for verb in ("suspend", "resume"):
-            with httpx.Client(base_url=app.url) as http:
+            with httpx.Client(base_url=app.url, timeout=30) as http:
                 refused = http.post(f"/v1/sessions/{session_id}/{verb}")
             assert app.error(refused)[:2] == (409, "turn_in_progress")
         app.engine.resume()
@@ -176,11 +175,8 @@ def test_an_expired_session_gives_its_kv_back(tmp_path: Path) -> None:
             return await store.clock_ms() + 8 * 86_400_000
 
         sweeper = Sweeper(store, in_a_week, retention_ms=1)
-        done = asyncio.run_coroutine_threadsafe(sweeper.sweep(), app.loop).result(10)
+        done = asyncio.run_coroutine_threadsafe(sweeper.sweep(), app.loop).result(60)
         assert done.expired == (session_id,)
-        deadline = time.monotonic() + 10
-        while (hit := app.engine._hit(ids, "", len(ids))).l1 >= 64:
-            assert time.monotonic() < deadline, hit
-            time.sleep(0.01)
+        until(lambda: app.engine._hit(ids, "", len(ids)).l1 < 64)
         gone = app.post(f"/v1/sessions/{session_id}/resume")
         assert app.error(gone)[:2] == (410, "session_expired")

@@ -24,7 +24,7 @@ def shared_app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]
 @pytest.fixture
 def app(shared_app: RunningApp) -> RunningApp:
     shared_app.engine.script = says("Hello there.")
-    shared_app.engine.tokens_per_s = 0.0
+    shared_app.engine.hold_at = None
     return shared_app
 
 
@@ -83,14 +83,15 @@ def test_a_turn_streams_its_text_and_ends_as_the_server_keeps_it(app: RunningApp
 
 def test_a_stream_goes_on_behind_a_restart_of_the_server_without_a_gap(app: RunningApp) -> None:
     app.engine.script = says("word " * 80)
-    app.engine.tokens_per_s = 100
+    app.engine.hold_at = 20
     with Moorage(app.url) as client:
         session = client.create_session({"model": "default"})
         events = []
         for event in client.stream_turn(session["id"], {"input": "go"}):
             events.append(event)
-            if len(events) == 12:
+            if app.engine.hold_at and event["type"] == "response.output_text.delta":
                 app.restart()
+                app.engine.hold_at = None
         assert [event["sequence_number"] for event in events] == list(range(1, len(events) + 1))
         text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
         assert text == "word " * 80
@@ -99,7 +100,7 @@ def test_a_stream_goes_on_behind_a_restart_of_the_server_without_a_gap(app: Runn
 
 def test_asyncio_clients_with_one_key_share_one_turn_and_a_cancel_ends_it(app: RunningApp) -> None:
     app.engine.script = says("word " * 200)
-    app.engine.tokens_per_s = 200
+    app.engine.hold_at = 20
 
     async def main() -> None:
         async with AsyncMoorage(app.url) as client:
@@ -110,7 +111,7 @@ def test_asyncio_clients_with_one_key_share_one_turn_and_a_cancel_ends_it(app: R
             ]
 
             async def cancel_soon() -> None:
-                while streams[0].last_sequence < 10:
+                while streams[0].last_sequence < 7:  # its first delta
                     await asyncio.sleep(0.01)
                 assert (await streams[0].cancel())["status"] == "cancelled"
 

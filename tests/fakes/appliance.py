@@ -42,11 +42,16 @@ def ids_of(text: str) -> list[int]:
 
 
 def says(*texts: str) -> Callable[[api.GenerateRequest], Sequence[int]]:
-    """A script that answers with these texts in turn, the last one for ever."""
+    """A script that answers with these texts in turn, the last one for ever.
+
+    A prefill, which may come whenever it likes, takes none of them away.
+    """
     answers = list(texts)
     counter = iter(range(1 << 30))
 
     def script(request: api.GenerateRequest) -> Sequence[int]:
+        if request.request_id.startswith("prefill_"):
+            return ids_of(answers[0])
         return ids_of(answers[min(next(counter), len(answers) - 1)])
 
     return script
@@ -92,7 +97,7 @@ class RunningApp:
         if self._with_engine:
             self.engine.start()
         self.start()
-        self.http = httpx.Client(base_url=self.url, timeout=30.0)
+        self.http = httpx.Client(base_url=self.url, timeout=60.0)
         return self
 
     def __exit__(self, *exc: object) -> None:

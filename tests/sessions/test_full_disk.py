@@ -52,7 +52,7 @@ def test_redis_loses_no_acknowledged_turn_to_a_full_disk(tmp_path: Path) -> None
     disk = FullDisk(tmp_path, folder)
     server = RedisServer(folder, preload=disk.shim)
     server.start()
-    config = SessionsConfig(store="redis", redis_url=server.url, store_timeout_ms=2_000)
+    config = SessionsConfig(store="redis", redis_url=server.url, store_timeout_ms=4_000)
     harness = StoreHarness(lambda: RedisSessionStore(config))
     try:
         session, records = fresh_session()

@@ -65,7 +65,7 @@ int fsync(int fd) { return sync_slowly(SYS_fsync, fd); }
 
 
 def config_for(server: RedisServer, url: str = "") -> SessionsConfig:
-    return SessionsConfig(store="redis", redis_url=url or server.url, store_timeout_ms=2_000)
+    return SessionsConfig(store="redis", redis_url=url or server.url, store_timeout_ms=4_000)
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_a_server_with_slow_fsync_acknowledges_only_what_a_kill_cannot_take(tmp_
         claim = harness.run(harness.store.begin_turn(session.begin_turn(turn, NOW_MS), turn))
         record = outcome(turn)
         committed = claim.session.commit_turn(record, NOW_MS)
-        delay.write_text("3000")
+        delay.write_text("6000")
         with pytest.raises(StoreUnavailable):
             harness.run(harness.store.commit_turn(committed, record))
         delay.write_text("40")

@@ -48,7 +48,7 @@ def open_store(path: Path, **fields: int) -> SqliteSessionStore:
 
 @pytest.fixture
 def harness(path: Path) -> Iterator[StoreHarness]:
-    harness = StoreHarness(lambda: SqliteSessionStore(config_for(path, store_timeout_ms=300)))
+    harness = StoreHarness(lambda: SqliteSessionStore(config_for(path)))
     yield harness
     harness.close()
 
@@ -119,7 +119,8 @@ def test_a_turn_left_pending_by_a_crash_is_found_and_ended(harness: StoreHarness
     assert match is not None and match.turn_id == turn.id
 
 
-def test_a_lock_held_elsewhere_is_said_and_passes(path: Path, harness: StoreHarness) -> None:
+def test_a_lock_held_elsewhere_is_said_and_passes(path: Path) -> None:
+    harness = StoreHarness(lambda: SqliteSessionStore(config_for(path, store_timeout_ms=2_000)))
     session = make(harness)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
@@ -131,6 +132,7 @@ def test_a_lock_held_elsewhere_is_said_and_passes(path: Path, harness: StoreHarn
     holder.close()
     assert harness.run(harness.store.update(session.update(NOW_MS))).version == 2
     assert harness.run(harness.store.health()).warnings == ()
+    harness.close()
 
 
 def test_a_session_just_read_is_never_older_than_what_another_process_wrote(
