@@ -44,7 +44,7 @@ def with_compiler(
             client = EngineClient(path)
             await client.start()
             try:
-                await client.wait_ready(10)
+                await client.wait_ready(60)
                 compiler = GrammarCompiler(client, get_format("smollm2"), budget_ms=500)
                 await work(compiler, engine)
             finally:

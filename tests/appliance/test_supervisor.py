@@ -133,10 +133,11 @@ def folder() -> Iterator[Path]:
 def is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):  # it may go between the two
         return False
     # A process that nobody has waited for yet is dead all the same.
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_it_says_ready_once_writes_its_state_and_stops_clean(folder: Path) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 from tests.fakes.appliance import sse_events
+from tests.fakes.signals import kill_now
 
 ROOT = Path(__file__).parents[2]
 READY_WAIT_S = 180.0
@@ -76,8 +76,8 @@ class Appliance:
         raise RuntimeError(f"the appliance is not ready:\n{self.log.read_text()[-3000:]}")
 
     def kill(self, name: str) -> None:
-        """kill -9 one of its processes, as state.json names it."""
-        os.kill(self.state["pids"][name], signal.SIGKILL)
+        """kill -9 one of its processes, as state.json names it; it is dead by then."""
+        kill_now(self.state["pids"][name])
 
     def stop(self) -> int:
         self.http.close()

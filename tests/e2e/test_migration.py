@@ -103,8 +103,10 @@ def test_a_reader_is_told_to_come_back_when_its_appliance_stops(
     session_id = abroad.session()
     ask = {"max_output_tokens": 1500, "ignore_eos": True}
     seen: list[Json] = []
+    is_stopping = False
     for event in abroad.events(session_id, "Count up from one.", **ask):
-        if event["type"] == "response.output_text.delta" and len(seen) == 8:
+        if event["type"] == "response.output_text.delta" and not is_stopping:
+            is_stopping = True
             abroad.process.send_signal(signal.SIGTERM)
         seen.append(event)
     last = seen.pop()
