@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.appliance import Json, RunningApp, says
+from tests.fakes.appliance import Json, RunningApp, says, until
 
 
 def tokens(app: RunningApp, session_id: str) -> list[int]:
@@ -245,7 +245,8 @@ def test_the_manifest_grows_by_the_pages_a_turn_filled_and_has_no_gap(app: Runni
 
 def test_an_api_process_takes_up_its_own_turns_and_leaves_those_of_others(tmp_path: Path) -> None:
     shared = {"sessions": {"sqlite_path": str(tmp_path / "shared.db")}}
-    with RunningApp(tmp_path / "a", says("word " * 50), settings=shared, tokens_per_s=50) as a:
+    with RunningApp(tmp_path / "a", says("word " * 50), settings=shared) as a:
+        a.engine.hold_at = 3
         session_id = a.session()
         path = f"/v1/sessions/{session_id}/turns"
         with a.http.stream("POST", path, json={"input": "go", "stream": True}) as reply:
@@ -255,9 +256,7 @@ def test_an_api_process_takes_up_its_own_turns_and_leaves_those_of_others(tmp_pa
                 assert b.engine.requests == []
                 assert b.get(f"/v1/sessions/{session_id}").json()["status"] == "running"
         a.restart()
-        deadline = time.monotonic() + 20
-        while a.get(f"/v1/sessions/{session_id}").json()["status"] == "running":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        a.engine.hold_at = None
+        until(lambda: a.get(f"/v1/sessions/{session_id}").json()["status"] != "running")
         assert a.get(f"/v1/sessions/{session_id}").json()["revision"] == 1
         assert len(a.engine.requests) == 1

@@ -269,7 +269,7 @@ def test_an_answer_that_had_ended_when_both_processes_died_ends_as_it_had(
     own_app.engine.hold_at = 20 if stopped_by else None
     with own_app as app:
         stubborn = StubbornStore(app.config.sessions)
-        asyncio.run_coroutine_threadsafe(stubborn.open(), app.loop).result(10)
+        asyncio.run_coroutine_threadsafe(stubborn.open(), app.loop).result(60)
         app.services.store._store = stubborn  # type: ignore[attr-defined]
         session_id = app.session()
         path = f"/v1/sessions/{session_id}/turns"
@@ -282,7 +282,7 @@ def test_an_answer_that_had_ended_when_both_processes_died_ends_as_it_had(
                     app.engine.hold_at = None
                     run = app.asgi.state.context.turns.runner.find(event["turn_id"])
                     asking = run.request_stop(stopped_by)
-                    asyncio.run_coroutine_threadsafe(asking, app.loop).result(10)
+                    asyncio.run_coroutine_threadsafe(asking, app.loop).result(60)
                 if event["type"] == "response.output_item.done":
                     break
         num_sampled = len(app.engine.requests)

@@ -109,7 +109,7 @@ def test_a_cancel_while_the_store_refuses_the_end_says_so_and_later_tells_the_en
     with RunningApp(tmp_path, says("one two three four five six")) as app:
         app.engine.hold_at = 2
         stubborn = StubbornStore(app.config.sessions)
-        asyncio.run_coroutine_threadsafe(stubborn.open(), app.loop).result(10)
+        asyncio.run_coroutine_threadsafe(stubborn.open(), app.loop).result(60)
         app.services.store._store = stubborn  # type: ignore[attr-defined]
         session_id = app.session()
         path = f"/v1/sessions/{session_id}/turns"
