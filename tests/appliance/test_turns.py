@@ -233,8 +233,14 @@ def test_prefill_progress_is_streamed_and_exactly_one_terminal_event_comes(
     app: RunningApp,
 ) -> None:
     app.engine.progress_steps = 2
-    app.engine.prefill_s = 0.2
-    events = app.stream(app.session(), "x " * 500)
+    app.engine.hold_at = 0
+    body = {"input": "x " * 500, "stream": True}
+    events: list[Json] = []
+    with app.http.stream("POST", f"/v1/sessions/{app.session()}/turns", json=body) as reply:
+        for event in sse_events(reply):
+            events.append(event)
+            if event["type"] == "turn.prefill.progress":  # which tokens would make obsolete
+                app.engine.hold_at = None
     progress = [e for e in events if e["type"] == "turn.prefill.progress"]
     assert progress and all(0 < e["done"] <= e["total"] for e in progress)
     assert [e["type"] for e in events if e["type"] in TERMINAL] == ["turn.completed"]
