@@ -127,6 +127,7 @@ def test_one_ends_with_its_process(tmp_path: Path) -> None:
     with RunningApp(tmp_path, says("word " * 2000)) as app:
         app.engine.hold_at = 5
         reply = app.post("/v1/responses", {**BASE, "background": True}).json()
+        until(lambda: len(app.engine.requests) == 1)
         app.restart()
         until(lambda: reply["id"] in app.engine.aborted)
         assert app.get(f"/v1/responses/{reply['id']}").status_code == 404

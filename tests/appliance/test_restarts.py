@@ -188,7 +188,7 @@ def test_a_turn_whose_processes_all_died_goes_on_where_its_readers_were(
             with app.http.stream("GET", path, params=params) as reply:
                 for event in sse_events(reply):
                     events.append(event)
-                    if has_told(f"word{3 + 6 * life}")(events):
+                    if has_told(f"word{5 + 10 * life}")(events):  # no life before had it
                         break
         app.engine.hold_at = None
         events += read_rest(app, session_id, events)
