@@ -332,12 +332,16 @@ def test_a_turn_of_another_process_is_followed_to_its_end_and_waited_for(
     session_id = one.session(on_conflict="queue")
     turn_id = start(one, session_id, "first")
     path = f"/v1/sessions/{session_id}/turns"
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        second = pool.submit(httpx.post, f"{two.url}{path}", json={"input": "2nd"}, timeout=30)
-        events = pool.submit(read_on, two, session_id, turn_id)
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+        two.http.stream("GET", f"{path}/{turn_id}/events") as reply,
+    ):
+        events = sse_events(reply)
+        assert next(events)["type"] == "turn.created"
+        second = pool.submit(httpx.post, f"{two.url}{path}", json={"input": "2nd"}, timeout=60)
         until(lambda: two.asgi.state.context.turns.queue.num_waiting == 1)
         one.engine.resume()
-        assert events.result()[-1]["type"] == "turn.completed"
+        assert list(events)[-1]["type"] == "turn.completed"
         assert second.result().json()["status"] == "completed"
     assert texts(two, session_id) == ["first", "2nd"]
 
