@@ -173,7 +173,8 @@ class TurnRun:
             await self._recall()
             if self.error is not None or self.answer.is_stopped or self.finished is not None:
                 return
-        if plan is None:
+        # It may have been asked to stop while the engine had nothing of it that could be stopped.
+        if plan is None or self.stop_cause:
             return
         request = self.request(plan)
         request.resume_token_ids = encode_ids(self.answer.token_ids)

@@ -7,12 +7,14 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from appliance.services import RELOAD_S
 from appliance.turn_record import CANCEL, DEADLINE
+from engine.client import EngineClient
 from sessions.errors import StoreUnavailable
 from sessions.session import Session
 from sessions.sqlite_store import SqliteSessionStore
@@ -243,6 +245,33 @@ def test_a_turn_whose_sampled_ids_are_lost_with_both_processes_fails_as_engine_r
         session = app.get(f"/v1/sessions/{session_id}").json()
         assert (session["revision"], session["status"]) == (0, "idle")
         assert app.turn(session_id, "again")["status"] == "completed"
+
+
+def test_a_turn_that_is_cancelled_before_its_new_engine_has_it_ends_with_what_it_had(
+    own_app: RunningApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach = EngineClient.attach
+
+    async def attach_and_cancel(client: EngineClient, turn_id: str, **options: Any) -> Any:
+        async for item in attach(client, turn_id, **options):  # the engine does not know the turn
+            await own_app.asgi.state.context.turns.runner.find(turn_id).request_stop(CANCEL)
+            yield item
+
+    with own_app as app:
+        app.engine.hold_at = 20
+        session_id = app.session()
+        seen = read_some(app, session_id, "k", has_told("word3"))
+        app.stop()
+        app.engine.restart()
+        app.engine.hold_at = None
+        num_requests = len(app.engine.requests)
+        monkeypatch.setattr(EngineClient, "attach", attach_and_cancel)
+        app.start()
+        events = seen + read_rest(app, session_id, seen)
+        assert events[-1]["type"] == "turn.cancelled"
+        assert len(app.engine.requests) == num_requests
+        assert events[-1]["turn"]["output"][0]["content"][0]["text"] == text_of(events)
+        assert app.turn(session_id, "next")["status"] == "completed"
 
 
 class StubbornStore(SqliteSessionStore):
