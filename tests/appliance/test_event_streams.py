@@ -9,10 +9,10 @@ from pathlib import Path
 
 from appliance.session_hub import MAX_QUEUED, SessionHub
 from sessions.session import new_session
-from tests.fakes.appliance import Json, RunningApp, sse_events
+from tests.fakes.appliance import Json, RunningApp, sse_events, until
 
 
-def until(events: Iterator[Json], kind: str) -> list[Json]:
+def up_to(events: Iterator[Json], kind: str) -> list[Json]:
     """The events up to the first of a kind."""
     seen: list[Json] = []
     for event in events:
@@ -31,16 +31,16 @@ def test_a_session_s_stream_tells_its_life_from_its_state_to_its_end(app: Runnin
         first = next(events)
         assert (first["type"], first["status"], first["revision"]) == ("session.state", "idle", 0)
         turn = app.turn(session_id, "a")
-        told = until(events, "session.turn_ended")
+        told = up_to(events, "session.turn_ended")
         started = next(e for e in told if e["type"] == "session.turn_started")
         assert started["status"] == "running" and started["turn_id"] == turn["id"]
         assert (told[-1]["revision"], told[-1]["turn_status"]) == (1, "completed")
         app.post(f"{path}/items", {"items": "b"})
-        assert until(events, "session.items_appended")[-1]["num_items"] == 1
+        assert up_to(events, "session.items_appended")[-1]["num_items"] == 1
         app.post(f"{path}/rollback", {"to": 1})
-        assert until(events, "session.history_replaced")[-1]["revision"] == 3
+        assert up_to(events, "session.history_replaced")[-1]["revision"] == 3
         app.post(path, {"metadata": {"a": "b"}})
-        until(events, "session.updated")
+        up_to(events, "session.updated")
         app.http.delete(path)
         rest = list(events)  # the stream ends by itself
         assert rest[-1]["type"] == "session.closed"
@@ -52,7 +52,7 @@ def test_residency_is_told_when_a_turn_changed_it(app: RunningApp) -> None:
     session_id = app.session()
     with app.http.stream("GET", f"/v1/sessions/{session_id}/events") as reply:
         events = sse_events(reply)
-        assert until(events, "session.residency")[-1]["l1"] == 0
+        assert up_to(events, "session.residency")[-1]["l1"] == 0
         app.turn(session_id, "a question long enough to fill a page " * 10)
         known = app.get(f"/v1/sessions/{session_id}").json()["num_tokens"]
         for event in events:
@@ -73,8 +73,9 @@ def test_the_cache_s_stream_tells_every_page_and_ends_with_the_process(tmp_path:
         session_id = app.session()
         with app.http.stream("GET", "/v1/cache/events") as reply:
             text = "a question long enough to fill a page " * 10
-            while not app.engine._kv_peers:
-                pass
+            # Whoever counts what sessions cost reads them too.
+            until(lambda: len(app.services.client._kv_queues) == 2)
+            until(lambda: bool(app.engine._kv_peers))
             app.turn(session_id, text)
             event = next(sse_events(reply))
             assert (event["type"], event["tier"]) == ("cache.stored", "l1")
