@@ -240,8 +240,9 @@ class EngineLoop:
         forward, page_deltas = self._builder.build(plan, rows, behind, layers)
         drafts = [ids.tolist() for ids in granted] if granted is not None else [[]] * len(requests)
         sampling = self._sampling_of(plan, rows, requests, drafts)
+        dispatched_ms = self._now_ms()  # first: it may run, to its end, before this goes on
         self._executor.dispatch(Step(forward=forward, page_deltas=page_deltas, sampling=sampling))
-        step = remember(plan, rows, requests, sampling, drafts, self._now_ms(), loads)
+        step = remember(plan, rows, requests, sampling, drafts, dispatched_ms, loads)
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._open_masks(step)
