@@ -67,7 +67,7 @@ class Compiling:
     def compile(self, kind: str, text: str) -> tuple[CompileJob, bool]:
         job, cached = self.compiler.compile(api.GrammarSpec(kind=api.GrammarKind(kind), text=text))
         while not job.is_done:
-            assert self.woken.acquire(timeout=20)
+            assert self.woken.acquire(timeout=60)
         return job, cached
 
 
@@ -308,7 +308,7 @@ def test_an_invalid_grammar_fails_its_request_and_compile_answers_its_client(
     async def work(client: EngineClient) -> None:
         bad = api.GrammarSpec(kind=api.GrammarKind.JSON_SCHEMA, text='{"type": "any"}')
         compiled, result, fine = await asyncio.gather(
-            client.compile(bad),
+            client.compile(bad, budget_ms=60_000),
             run(client, make_request("bad", [5, 6], 5, grammar=bad)),
             run(client, make_request("fine", [5, 6], 5, grammar=STRICT)),
         )
@@ -317,7 +317,7 @@ def test_an_invalid_grammar_fails_its_request_and_compile_answers_its_client(
         assert result.finished.error_code == "invalid_grammar"
         assert 'Unsupported type "any"' in str(result.finished.error_message)
         assert fine.finished is not None and fine.finished.error_code is None
-        again = await client.compile(STRICT)
+        again = await client.compile(STRICT, budget_ms=60_000)
         assert again.cached and again.error_code is None
         stats = await client.stats()
         assert stats["grammars_cached"] == 2 and stats["running"] == 0

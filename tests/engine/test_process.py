@@ -13,7 +13,7 @@ import pytest
 
 from engine import api
 from engine.client import EngineClient
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GrammarConfig
 from tests.fakes.engine_process import REPOSITORY, EngineProcess
 from tests.fakes.live_engine import Collected, make_request, run
 from tests.fakes.tiny_deepseek import write_tiny_deepseek
@@ -27,7 +27,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_config(model: Path, run_dir: Path, **settings: object) -> EngineConfig:
     config = EngineConfig(
-        model=str(model), run_dir=str(run_dir), kv_pool_tokens=4096, page_size=16, num_threads=1
+        model=str(model),
+        run_dir=str(run_dir),
+        kv_pool_tokens=4096,
+        page_size=16,
+        num_threads=1,
+        grammar=GrammarConfig(budget_ms=60_000),
     )
     return dataclasses.replace(config, **settings)  # type: ignore[arg-type]
 

@@ -70,7 +70,8 @@ class LiveEngine:
             speculation=speculation,
             max_draft_tokens=max_draft_tokens,
             step_trace=step_trace,
-            grammar=grammar if grammar is not None else GrammarConfig(),
+            # A busy machine may take its time to compile one.
+            grammar=grammar if grammar is not None else GrammarConfig(budget_ms=60_000),
             scheduler=SchedulerLimits(
                 max_waiting=max_waiting,
                 keep_outputs_s=keep_outputs_s,
