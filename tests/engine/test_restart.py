@@ -11,8 +11,9 @@ import pytest
 
 from engine import api
 from engine.client import EngineClient
-from engine.config import EngineConfig
+from engine.config import EngineConfig, GrammarConfig
 from tests.fakes.engine_process import EngineProcess
+from tests.fakes.held_engine import HOLD_AT
 from tests.fakes.live_engine import Collected, make_request, run
 from tests.fakes.tiny_model import byte_ids, write_tiny_model
 
@@ -31,12 +32,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
         kv_pool_tokens=8192,
         page_size=16,
         num_threads=1,
+        grammar=GrammarConfig(budget_ms=60_000),
     )
 
 
 @pytest.fixture(scope="module")
 def engine(config: EngineConfig) -> Iterator[EngineProcess]:
-    with EngineProcess(config) as process:
+    with EngineProcess(config, module="tests.fakes.held_engine") as process:
         yield process
 
 
@@ -68,6 +70,9 @@ def test_streams_survive_kill_9_of_the_engine_token_by_token(
             result.ids
             for result in await asyncio.gather(*map(lambda r: run(client, r), requests("a")))
         ]
+        engine.kill()
+        engine.start({HOLD_AT: "3:30"})
+        assert (await client.compile(SCHEMA, budget_ms=60_000)).error_code is None
         streams = [Collected() for _ in range(3)]
         tasks = [
             asyncio.create_task(stream.read(client.generate(request)))
