@@ -23,7 +23,7 @@ from kvtiers.objects import object_bytes
 from kvtiers.store import Store, StoreState, StoreStatus
 from tests.engine.test_tiers import PAGE_SIZE, ask, l2_bytes, make_runner, prompt_of, settled
 from tests.fakes.live_engine import LiveEngine, serve
-from tests.fakes.mooncake_processes import LIMITS, MooncakeMachine, require_mooncake
+from tests.fakes.mooncake_processes import HASTY, MooncakeMachine, require_mooncake
 from tests.fakes.phase_gate import PhaseGate
 from tests.fakes.scripted_runner import ScriptedLayout
 from tests.fakes.signals import kill_now, stop_now
@@ -104,7 +104,7 @@ def test_a_process_of_the_store_that_fails_under_a_move_costs_time_alone(
     tmp_path: Path, machine: WatchedMachine, victim: str, fault: str, phase: str
 ) -> None:
     bare = MooncakeStore(
-        machine.endpoints, LAYOUT.fingerprint(), object_bytes(LAYOUT.page_bytes), LIMITS
+        machine.endpoints, LAYOUT.fingerprint(), object_bytes(LAYOUT.page_bytes), HASTY
     )
     store = GatedStore(BreakerStore(bare, LAYOUT.fingerprint(), SOON))
     gate = PhaseGate(phase)

@@ -263,11 +263,12 @@ def test_a_read_that_hangs_is_left_behind_and_writes_into_nobodys_page(
     with contextlib.suppress(BrokenPipeError), path.open("wb") as pipe:
         pipe.write(whole[:1000])
     path.unlink()
-    for _ in range(500):
+    for _ in range(6000):
         if guarded.status().state is StoreState.UP:
             break
         threading.Event().wait(0.01)
     assert into == blank(8)
+    guarded._deadlines = Deadlines(call_s=60.0)
     assert guarded.put(KEYS, pages(KEYS)) == [True] * 8
 
 

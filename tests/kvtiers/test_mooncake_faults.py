@@ -23,7 +23,7 @@ from kvtiers.objects import HEADER_BYTES, object_bytes, seal
 from kvtiers.store import StoreState
 from tests.fakes import mooncake_writer
 from tests.fakes.clock import FakeClock
-from tests.fakes.mooncake_processes import MooncakeMachine, require_mooncake
+from tests.fakes.mooncake_processes import HASTY, MooncakeMachine, require_mooncake
 from tests.fakes.signals import kill_now, stop_now
 from tests.fakes.stored_pages import LAYOUT, PAGE_BYTES, blank, chain, page, pages, read
 
@@ -89,9 +89,10 @@ def test_a_master_killed_is_restarted_alone(
 
 @pytest.mark.parametrize("name", ["mooncake_master", "mooncake_client"])
 def test_a_process_stopped_costs_misses_until_it_goes_on(
-    machine: MooncakeMachine, guarded: BreakerStore, name: str
+    machine: MooncakeMachine, guarded: BreakerStore, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert guarded.put(KEYS, pages(KEYS)) == [True] * 8
+    monkeypatch.setattr(guarded._store, "_limits", HASTY)
     stop_now(machine.children.pids[name])
     try:
         into = blank(8)
@@ -105,6 +106,7 @@ def test_a_process_stopped_costs_misses_until_it_goes_on(
         assert read(guarded, KEYS) == [False] * 8, "cut off: no waiting at all"
     finally:
         os.kill(machine.children.pids[name], signal.SIGCONT)
+        monkeypatch.undo()
     _comes_back(machine, guarded)
 
 

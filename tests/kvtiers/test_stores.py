@@ -76,14 +76,14 @@ def test_a_directory_that_hangs_holds_no_start_up(tmp_path: Path) -> None:
     (tmp_path / "rank-0").mkdir()
     os.mkfifo(tmp_path / "rank-0" / "index")  # reading it waits for a writer
     bare = FileStore(tmp_path / "rank-0", 1 << 22, LAYOUT, opens_now=False)
-    guarded = DeadlineStore(bare, Deadlines(open_s=0.1))
+    guarded = DeadlineStore(bare, Deadlines(open_s=0.1, call_s=20.0))
     guarded.open()
     store = BreakerStore(guarded, LAYOUT, BreakerLimits(first_pause_s=0.05, max_pause_s=0.1))
     assert store.status().state is not StoreState.UP
     assert store.put(KEYS, pages(KEYS)) == [False] * 3
     with (tmp_path / "rank-0" / "index").open("wb"):
         (tmp_path / "rank-0" / "index").unlink()
-    for _ in range(500):
+    for _ in range(3000):
         if store.status().state is StoreState.UP:
             break
         threading.Event().wait(0.02)
