@@ -115,7 +115,7 @@ def test_each_thread_enters_the_context_of_the_device_once() -> None:
     assert driver.log == enters
     thread = threading.Thread(target=twice)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert driver.log == enters * 2 and len(driver.copies) == 4
 
 

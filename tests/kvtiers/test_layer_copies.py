@@ -254,5 +254,5 @@ def test_a_reader_sees_each_layer_when_it_is_said_to_be_there(tiers: Tiers) -> N
     reader.start()
     moves = [tiers.move(MoveKind.LOAD_BACK, slot, slot) for slot in range(PAGES)]
     tiers.engine.load_layers(moves, load)
-    reader.join(10)
+    reader.join(60)
     assert seen == [True] * LAYERS

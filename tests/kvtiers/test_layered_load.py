@@ -51,7 +51,7 @@ def test_a_reader_goes_on_when_its_layer_is_there_and_no_sooner() -> None:
     load.arrived(3, None)
     assert not is_done.wait(0.05), "layer 3 is not there"
     load.arrived(5, None)
-    thread.join(10)
+    thread.join(60)
     assert is_done.is_set()
     load.wait_all()
 
@@ -62,7 +62,7 @@ def test_nobody_waits_for_what_will_never_come() -> None:
     threads = [waits(lambda layer=layer: load.wait(layer))[0] for layer in (1, 4)]  # type: ignore[misc]
     load.end()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
