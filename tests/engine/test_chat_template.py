@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -199,7 +199,7 @@ _NEXT_ROLE = st.sampled_from(["user", "tool"])
 _NEXT = st.sampled_from(["user", "tool", "tools"])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(family=st.sampled_from([*FAMILIES, "smollm2"]), data=st.data())
 def test_a_conversation_appended_item_by_item_equals_its_full_render(
     models: dict[str, TextAssets], family: str, data: st.DataObject
@@ -312,7 +312,7 @@ def test_tool_results_append_where_the_template_wants_a_call(
     assert tokenizer.decode(then_user, with_control=True) == "<|im_start|>user\n8<|im_end|>\n"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(family=st.sampled_from([*FAMILIES, "smollm2"]), data=st.data())
 def test_messages_appended_one_at_a_time_equal_one_append(
     models: dict[str, TextAssets], family: str, data: st.DataObject
@@ -338,7 +338,7 @@ def _attacks(model: TextAssets) -> st.SearchStrategy[str]:
     return st.lists(pieces, max_size=8).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(family=st.sampled_from([*FAMILIES, "smollm2"]), data=st.data())
 def test_text_of_a_client_never_becomes_a_control_token(
     models: dict[str, TextAssets], family: str, data: st.DataObject

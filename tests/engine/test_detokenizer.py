@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.text.assets import load_text_assets
@@ -115,7 +115,7 @@ _STOPS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pieces=_PIECES, stops=_STOPS, cuts=st.lists(st.integers(1, 4), max_size=20))
 def test_any_cut_of_the_ids_gives_the_text_of_the_whole(
     tokenizer: Tokenizer, pieces: list[str], stops: list[str], cuts: list[int]

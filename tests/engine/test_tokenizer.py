@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -89,7 +89,7 @@ _TRICKY = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(text=_TRICKY)
 def test_any_printable_text_round_trips_and_equals_the_naive_bpe(
     smollm2: TextAssets, ranks: dict[tuple[str, str], int], text: str
@@ -142,7 +142,7 @@ def test_text_of_a_control_token_is_encoded_as_text(smollm2: TextAssets) -> None
         assert tokenizer.encode_with_control(text) == [tokenizer.added_tokens[text].token_id]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(parts=st.lists(st.sampled_from(["<|im_", "start|>", "end|>", "<|", "|>", "<", "x"])))
 def test_no_text_encodes_to_a_control_token(smollm2: TextAssets, parts: list[str]) -> None:
     text = "".join(parts)

@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.grammar_oracle import byte_compiler, compile_tag
@@ -80,7 +80,7 @@ _branch = st.tuples(
 ).map("".join)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     pattern=st.lists(_branch, min_size=1, max_size=2).map("|".join),
     words=st.lists(st.text("ab1.-x", max_size=5), max_size=6),

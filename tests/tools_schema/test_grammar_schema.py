@@ -264,7 +264,9 @@ def walker() -> RandomWalker:
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(schema=_schemas, seed=st.integers(0, 2**32))
 def test_whatever_the_grammar_of_a_random_schema_writes_is_valid(

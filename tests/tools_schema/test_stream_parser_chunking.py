@@ -7,7 +7,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.text.assets import load_text_assets
@@ -158,7 +158,7 @@ def _fragments(fmt: ToolFormat) -> st.SearchStrategy[bytes]:
 
 
 @pytest.mark.parametrize("name", list(_BY_NAME))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_garbage_parses_the_same_in_every_chunking(name: str, data: st.DataObject) -> None:
     fmt = _BY_NAME[name]
@@ -176,7 +176,7 @@ def test_garbage_parses_the_same_in_every_chunking(name: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("name", list(_BY_NAME))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(text=st.text(max_size=60))
 def test_prose_without_markers_comes_out_unchanged(name: str, text: str) -> None:
     fmt = _BY_NAME[name]
