@@ -114,12 +114,18 @@ def test_min_new_tokens_keeps_stop_ids_away_for_so_long(tmp_path: Path) -> None:
 
 
 def test_a_long_prefill_reports_progress_and_lets_others_decode(tmp_path: Path) -> None:
-    runner = make_runner(step_s=0.002)
+    runner = make_runner()
+    runner.hold_at = 3
 
     async def work(client: EngineClient) -> None:
         short = asyncio.create_task(run(client, make_request("short", prompt_of(1, 3), 40)))
-        await asyncio.sleep(0.02)
-        result = await run(client, make_request("long", prompt_of(2, 80), 3))
+        while not runner.is_held:
+            await asyncio.sleep(0.001)
+        long = asyncio.create_task(run(client, make_request("long", prompt_of(2, 80), 3)))
+        while (await client.stats())["requests_received"] < 2:
+            await asyncio.sleep(0.001)
+        runner.gate.set()
+        result = await long
         await short
         assert result.progress, "a prompt of several chunks says how far it is"
         assert result.progress == sorted(result.progress)
@@ -444,8 +450,9 @@ def test_the_loop_answers_while_a_step_takes_long(tmp_path: Path) -> None:
 
     async def work(client: EngineClient) -> None:
         task = asyncio.create_task(run(client, make_request("held", prompt_of(1, 4), 4)))
-        await asyncio.sleep(0.05)
-        stats = await asyncio.wait_for(client.stats(), 5)
+        while not runner.is_held:
+            await asyncio.sleep(0.001)
+        stats = await client.stats()
         assert stats["steps"] >= 1 and stats["output_tokens"] == 0
         runner.gate.set()
         await task
@@ -492,7 +499,7 @@ def test_malformed_messages_cost_their_sender_an_answer_and_nobody_anything(
         rogue.send(encode_input(api.Ping(sent_ms=1)))
         answers = []
         while not answers or not isinstance(answers[-1], api.Pong):
-            assert rogue.poll(5000), "the engine answers"
+            assert rogue.poll(20_000), "the engine answers"
             answers += decode_outputs(rogue.recv())
         refusals = [a for a in answers if isinstance(a, api.Finished)]
         typed = next(a for a in refusals if a.request_id == "typed")

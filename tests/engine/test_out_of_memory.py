@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,15 +51,23 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 class ShortOfMemory:
-    """Stands for the layers' second half: raises once, in a step that `fails` says, by tokens."""
+    """Stands for the layers' second half: raises once, in a step that `fails` says, by tokens.
+
+    It waits in one that `holds` says, until `may_go_on`.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fails: Callable[[int], bool] = lambda num_tokens: False
         self.num_raised = self.num_before = 0
+        self.holds: Callable[[int], bool] = lambda num_tokens: False
+        self.is_held, self.may_go_on = threading.Event(), threading.Event()
         self._feed_forward = deepseek.feed_forward
         monkeypatch.setattr(deepseek, "feed_forward", self)
 
     def __call__(self, residual: torch.Tensor, *args: Any) -> torch.Tensor:
+        if self.holds(residual.shape[0]):
+            self.is_held.set()
+            assert self.may_go_on.wait(60)
         if self.fails(residual.shape[0]) and self.num_before > 0:
             self.num_before -= 1
         elif self.fails(residual.shape[0]):
@@ -111,8 +120,14 @@ def test_a_step_without_memory_fails_its_requests_alone_and_keeps_nothing(
         await run(client, make_request("first", _ids(50, 1)))  # what is kept for good comes once
         gc.collect()
         before = _num_tensors()
+        num_requests = (await client.stats())["requests_received"]
+        short.holds = lambda num: True
         short.fails = (lambda num: num > 2) if where == "prefill" else (lambda num: num == 2)
-        results = await asyncio.gather(*(ask(client, name, "short") for name in prompts))
+        asking = asyncio.gather(*(ask(client, name, "short") for name in prompts))
+        while (await client.stats())["requests_received"] < num_requests + len(prompts):
+            await asyncio.sleep(0.005)
+        short.may_go_on.set()
+        results = await asking
         assert short.num_raised == 1
         num_failed = 0
         for name, result in zip(prompts, results, strict=True):
@@ -161,10 +176,13 @@ def test_a_prompt_without_memory_costs_nobody_beside_it_a_token(
         return make_request(name, streams[name], 90, sampling=_SAMPLING)
 
     async def work(client: EngineClient) -> None:
+        short.holds = lambda num: 3 <= num <= 4  # a row each, padded
         running = [asyncio.create_task(run(client, stream(name))) for name in streams]
-        while (stats := await client.stats())["running"] < len(streams):
-            await asyncio.sleep(0.005)
+        await _until(short.is_held.is_set)
+        stats = await client.stats()
+        assert stats["running"] == len(streams)
         num_steps = stats["steps"]
+        short.may_go_on.set()
         while (await client.stats())["steps"] < num_steps + 3:  # all are decoded
             await asyncio.sleep(0.005)
         for number in range(6):

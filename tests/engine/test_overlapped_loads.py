@@ -327,9 +327,10 @@ def test_others_in_the_step_get_their_tokens_whatever_becomes_of_the_load(
 @pytest.mark.parametrize("when", ["before it came", "behind the step"])
 def test_an_abort_while_pages_come_leaves_none_behind(tmp_path: Path, when: str) -> None:
     case = Case(tmp_path)
-    may_go_on = threading.Event()
+    is_held, may_go_on = threading.Event(), threading.Event()
 
     def hold(*_: object) -> None:
+        is_held.set()
         may_go_on.wait(20)
 
     async def work(client: EngineClient) -> None:
@@ -341,10 +342,9 @@ def test_an_abort_while_pages_come_leaves_none_behind(tmp_path: Path, when: str)
         num_before = case.runner.num_steps
         got = Collected()
         reading = asyncio.create_task(got.read(client.generate(make_request("r", LATER, 6))))
+        await until(is_held.is_set)
         if when == "behind the step":
             await until(lambda: case.runner.num_steps > num_before)
-        else:
-            await asyncio.sleep(0.02)
         await client.abort("r")
         may_go_on.set()
         await reading

@@ -218,6 +218,7 @@ def test_a_move_to_a_store_that_takes_nothing_is_answered_and_keeps_no_engine_bu
         # Some tries in half a second (20 a second at most, then two a look), not tens of thousands.
         assert (await client.stats())["store_lost"] <= 8 * 60
         store.state = StoreState.UP
+        monkeypatch.setattr(tier_desk, "MOVE_STUCK_MS", tier_desk.MOVE_ANSWER_MS)
         moved = await client.move_prefix(pack_ids(prompt), "l3")
         assert moved.cache == api.CacheHit(l3=32, to_compute=1)
 
