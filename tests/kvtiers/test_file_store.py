@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -251,17 +252,24 @@ def test_reads_stay_right_while_segments_are_compacted_under_them(open_store: Op
         _fill(store, 1, 2, start=1000 + at)
     is_over = threading.Event()
     lost: list[list[bool]] = []
+    num_reads = [0, 0]
 
-    def read_on() -> None:
+    def read_on(reader: int) -> None:
         while not is_over.is_set():
             hits = read(store, hot)
             if not all(hits):
                 lost.append(hits)
+            num_reads[reader] += 1
 
-    readers = [threading.Thread(target=read_on) for _ in range(2)]
+    readers = [threading.Thread(target=read_on, args=(number,)) for number in range(2)]
     for reader in readers:
         reader.start()
-    _fill(store, 60, 3)
+    for number in range(60):
+        _fill(store, 1, 3, start=number)
+        seen = list(num_reads)  # a reading that begins from here on keeps the pages in use
+        while any(now < before + 2 for now, before in zip(num_reads, seen, strict=True)):
+            assert all(reader.is_alive() for reader in readers)
+            time.sleep(0.001)
     is_over.set()
     for reader in readers:
         reader.join()
