@@ -96,11 +96,13 @@ class BreakerStore:
     def status(self) -> StoreStatus:
         status = self._store.status()
         status = replace(status, counters={**status.counters, **self._counters})
-        if self._state is BreakerState.CLOSED:
+        with self._lock:
+            own_state, reason = self._state, self._reason
+        if own_state is BreakerState.CLOSED:
             return status
-        is_tried = self._state is BreakerState.HALF_OPEN
+        is_tried = own_state is BreakerState.HALF_OPEN
         state = StoreState.DEGRADED if is_tried else StoreState.DOWN
-        return replace(status, state=state, reason=self._reason)
+        return replace(status, state=state, reason=reason)
 
     def close(self) -> None:
         self._closing.set()
@@ -146,12 +148,14 @@ class BreakerStore:
             self._state = BreakerState.HALF_OPEN
             self._counters["trials"] += 1
             if self._is_well():
-                self._failures_in_row = 0
-                self._state, self._reason = BreakerState.CLOSED, ""
+                with self._lock:  # once closed, a call may open it again, with a reason of its own
+                    self._failures_in_row = 0
+                    self._state, self._reason = BreakerState.CLOSED, ""
                 logger.info("%s store is used again", self.kind)
                 return
-            self._reason = self._store.status().reason or self._reason
-            self._state = BreakerState.OPEN
+            reason = self._store.status().reason
+            with self._lock:
+                self._state, self._reason = BreakerState.OPEN, reason or self._reason
             pause_s = min(2 * pause_s, self._limits.max_pause_s)
 
     def _is_well(self) -> bool:

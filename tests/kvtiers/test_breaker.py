@@ -124,6 +124,30 @@ def test_failures_in_a_row_cut_the_store_off_and_a_trial_brings_it_back(inner: M
     store.close()
 
 
+def test_one_that_opens_while_a_trial_closes_it_says_why(inner: MemoryStore) -> None:
+    failing: list[threading.Thread] = []
+
+    class Contended(BreakerStore):
+        """At the moment it is closed, another thread finds the store down."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if value is BreakerState.CLOSED and hasattr(self, "_counters"):
+                inner.state, inner.reason = StoreState.DOWN, "it burns"
+                failing.append(threading.Thread(target=read, args=(self, KEYS), daemon=True))
+                failing[-1].start()
+                failing[-1].join(0.5)  # it may have to wait until the trial is over
+
+    inner.state, inner.reason = StoreState.DOWN, "no such device"
+    store = Contended(inner, LAYOUT, SOON)
+    inner.state, inner.reason = StoreState.UP, ""
+    _wait(lambda: len(failing) == 1)
+    failing[0].join(20)
+    assert not _is_closed(store)
+    assert store.status().reason == "it burns"
+    store.close()
+
+
 def test_a_success_between_failures_keeps_it_closed(inner: MemoryStore) -> None:
     store = BreakerStore(inner, LAYOUT, LATER)
     for _ in range(5):
