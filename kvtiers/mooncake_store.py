@@ -162,8 +162,9 @@ class MooncakeStore:
                 usage = read_usage(endpoints.metrics)
                 if usage.num_on_disk >= usage.num_objects:
                     return True
-            except OSError:
-                return False
+            except OSError as error:  # urllib names the one of a connection as a reason
+                if not isinstance(getattr(error, "reason", error), TimeoutError):
+                    return False  # else it is only busy
             if time.monotonic() + FLUSH_POLL_S > until_s:
                 return False
             time.sleep(FLUSH_POLL_S)

@@ -71,7 +71,7 @@ def test_a_damaged_file_costs_its_own_page_alone_and_is_repaired(tmp_path: Path)
         prefixes = {harm: chain(f"harm{at}", 6) for at, harm in enumerate(HARMS)}
         for keys in prefixes.values():
             assert store.put(keys, pages(keys, SIZE)) == [True] * 6
-        assert store.flush(20.0)
+        assert store.flush(60.0)
         for pid in machine.children.pids.values():
             kill_now(pid)
         store.close()
@@ -106,7 +106,7 @@ def test_a_full_disk_below_it_costs_what_was_to_go_there_alone(
         store = machine.open(SIZE)
         kept, lost, later = (chain(name, 6) for name in ("kept", "lost", "later"))
         assert store.put(kept, pages(kept, SIZE)) == [True] * 6
-        assert store.flush(20.0)
+        assert store.flush(60.0)
         disk.fill()
         assert store.put(lost, pages(lost, SIZE)) == [True] * 6, "there is room in memory"
         assert not store.flush(3.0), "and it does not say that they are on the disk"
@@ -143,7 +143,7 @@ def test_a_clock_that_jumps_changes_nothing(
             keys = chain(f"at{jump_s}", 4)
             assert store.put(keys, pages(keys, SIZE)) == [True] * 4
             all_keys += keys
-            assert store.flush(20.0)
+            assert store.flush(60.0)
             assert read(store, all_keys, SIZE) == [True] * len(all_keys)
         status = store.status()
         assert (status.state, status.counters["failures"]) == (StoreState.UP, 0)
@@ -183,7 +183,7 @@ def test_on_disk_heads_stay_as_well_and_what_comes_back_after_a_restart_is_put_i
         store = machine.open(size)
         for _ in range(4):
             put_more(store, 5)
-            assert store.flush(20.0)
+            assert store.flush(60.0)
             all_heads(store)
         assert 40 <= all_heads(store) <= 58, "seven tenths of the quota are 58 pages"
         assert store.status().counters["evicted"] >= 100

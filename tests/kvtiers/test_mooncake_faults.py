@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
+from urllib.error import URLError
 
 import pytest
 
 from appliance.children import MooncakeSettings
 from kvtiers.breaker import BreakerLimits, BreakerState, BreakerStore
 from kvtiers.mooncake_connection import RENEW_S
+from kvtiers.mooncake_endpoints import MooncakeUsage
 from kvtiers.mooncake_library import check_answers
 from kvtiers.mooncake_store import MooncakeLimits, MooncakeStore
 from kvtiers.objects import HEADER_BYTES, object_bytes, seal
@@ -183,6 +185,33 @@ def test_a_connection_that_fails_for_good_is_made_anew(
     assert store.status().counters["connects"] == 2
 
 
+def test_a_master_that_answers_too_late_at_times_ends_no_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtiers.mooncake_connection.MooncakeClient", LostClient)
+    monkeypatch.setattr(LostClient, "made", [])
+    endpoints = tmp_path / "mooncake.json"
+    endpoints.write_text('{"owner": "127.0.0.1:1", "metrics": "127.0.0.1:1", "has_disk": true}')
+    store = MooncakeStore(endpoints, LAYOUT, object_bytes(PAGE_BYTES))
+    late = [TimeoutError("timed out"), URLError(TimeoutError("timed out"))]
+    answers: list[MooncakeUsage | OSError] = []
+
+    def read_usage(metrics: str) -> MooncakeUsage:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("kvtiers.mooncake_store.read_usage", read_usage)
+    answers[:] = [*late, MooncakeUsage(num_objects=2, num_on_disk=2)]
+    assert store.flush(60.0)
+    answers[:] = [URLError(ConnectionRefusedError("nobody listens"))]
+    assert not store.flush(60.0)
+    answers[:] = [late[0]]
+    assert not store.flush(0.0)
+    assert answers == []
+
+
 def test_kill_9_of_a_writer_in_mid_write_leaves_what_it_put(machine: MooncakeMachine) -> None:
     writer = subprocess.Popen(
         [sys.executable, "-m", "tests.fakes.mooncake_writer", str(machine.endpoints)],
@@ -283,7 +312,7 @@ def test_pages_on_the_disk_tier_outlive_kill_9_of_everything(tmp_path: Path) -> 
         prefixes = [chain(f"d{number}", 10) for number in range(4)]
         for keys in prefixes:
             assert store.put(keys, pages(keys, size)) == [True] * 10
-        assert store.flush(20.0)
+        assert store.flush(60.0)
         for pid in machine.children.pids.values():
             kill_now(pid)
         store.close()
