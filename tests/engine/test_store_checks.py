@@ -27,7 +27,7 @@ from tests.fakes.scripted_runner import ScriptedLayout
 
 PROMPT = prompt_of(1, 33)
 NUM_PAGES = 8
-TIERS = TiersConfig(l3_wait_ms=5000)
+TIERS = TiersConfig(l3_wait_ms=60_000)
 
 
 class ChainStore(MemoryStore):

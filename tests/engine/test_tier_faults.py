@@ -367,7 +367,7 @@ def test_tenants_under_churn_in_all_tiers_never_get_a_foreign_token(
             await client.move_prefix(ids, rng.choice(("l2", "l3")), salt=moved)
         await settled(client)
 
-    tiers = TiersConfig(l2_bytes=l2_bytes(20), l3_wait_ms=2000)
+    tiers = TiersConfig(l2_bytes=l2_bytes(20), l3_wait_ms=60_000)
     engine = LiveEngine(
         str(tmp_path), make_runner(16), token_budget=48, tiers=tiers, store=any_store
     )

@@ -372,7 +372,7 @@ def test_what_l2_had_no_room_for_comes_back_from_the_store(tmp_path: Path) -> No
         stats = await client.stats()
         assert stats["fetch_pages"] * PAGE_SIZE == sum(hit.l3 for hit in hits)
 
-    tiers = TiersConfig(l2_bytes=l2_bytes(24), l3_wait_ms=5000)
+    tiers = TiersConfig(l2_bytes=l2_bytes(24), l3_wait_ms=60_000)
     engine = LiveEngine(
         str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=make_store()
     )
@@ -393,7 +393,7 @@ def test_the_store_is_asked_for_what_another_engine_left_there(tmp_path: Path) -
         assert hit == api.CacheHit(l3=32, to_compute=2)
         await settled(client)
 
-    tiers = TiersConfig(l3_wait_ms=5000)
+    tiers = TiersConfig(l3_wait_ms=60_000)
     for work in (before, after):
         store.state = StoreState.UP  # the engine before has closed it
         engine = LiveEngine(str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=store)
@@ -411,7 +411,7 @@ def test_a_suspended_prefix_lies_in_the_store_alone_and_wakes_from_there(tmp_pat
         hit = await ask(client, "b", [*prompt, 9])
         assert hit == api.CacheHit(l3=32, to_compute=2)
 
-    tiers = TiersConfig(l3_wait_ms=5000)
+    tiers = TiersConfig(l3_wait_ms=60_000)
     engine = LiveEngine(
         str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=make_store()
     )
@@ -473,7 +473,7 @@ def test_a_prefetch_after_a_restart_finds_what_only_the_store_knows(tmp_path: Pa
         assert hit == api.CacheHit(l1=32, to_compute=2)
         await settled(client)
 
-    tiers = TiersConfig(l3_wait_ms=5000)
+    tiers = TiersConfig(l3_wait_ms=60_000)
     for work in (before, after):
         store.state = StoreState.UP
         engine = LiveEngine(str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=store)
@@ -503,7 +503,7 @@ def test_what_l2_has_of_a_prefix_counts_where_its_head_is_only_in_the_store(
         )
         await settled(client)
 
-    tiers = TiersConfig(l3_wait_ms=5000)
+    tiers = TiersConfig(l3_wait_ms=60_000)
     try:
         for work in (before, after):
             if store is not None:
@@ -590,7 +590,7 @@ def test_the_inputs_of_the_scheduler_can_be_logged_and_replayed(tmp_path: Path) 
         await client.move_prefix(pack_ids(prompts[0]), "l3")
         await settled(client)
 
-    tiers = TiersConfig(l2_bytes=l2_bytes(24), l3_wait_ms=2000, record_inputs=str(log))
+    tiers = TiersConfig(l2_bytes=l2_bytes(24), l3_wait_ms=60_000, record_inputs=str(log))
     engine = LiveEngine(
         str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=make_store()
     )
@@ -616,5 +616,5 @@ def test_what_the_store_gives_is_used_up_to_the_first_bad_page(tmp_path: Path) -
         checked = await client.verify_tiers()
         assert checked.bad == {"l2": 0, "l3": 0}
 
-    tiers = TiersConfig(l3_wait_ms=5000)
+    tiers = TiersConfig(l3_wait_ms=60_000)
     serve(LiveEngine(str(tmp_path), make_runner(), token_budget=64, tiers=tiers, store=store), work)
