@@ -20,7 +20,6 @@ FIXED_ORDER = {
     "mla_prefill_form": "expanded",
     "moe_dense": "fixed",
     "moe_norm_route": "fixed",
-    "moe_route": "triton",
     "norm_linear": "composed",
     "rms_norm": "triton",
     "silu_and_mul": "triton",

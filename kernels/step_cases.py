@@ -30,6 +30,7 @@ from kernels.w4_layout import tile_w4, tile_w4_gate_up
 
 _ROUTINGS = {
     "softmax": MoeRouting(num_experts=64, top_k=6),
+    "softmax in groups of five": MoeRouting(num_experts=40, top_k=6, num_groups=8, groups_kept=3),
     "sigmoid in groups": MoeRouting(
         num_experts=32,
         top_k=4,

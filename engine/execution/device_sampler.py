@@ -25,6 +25,8 @@ from kernels.ops.step_ids import greedy_rows
 ROW, SLOT, TEMPERATURE, TOP_K, TOP_P, MIN_P, CHANCE, REPETITION, PRESENCE, FREQUENCY = range(10)
 NUM_PARAMS = 10
 _GREEDY = (0.0, 0.0, 1.0, 0.0, 0.0)  # TEMPERATURE to CHANCE
+# A nucleus is never empty, and as fp32 a smaller one would be 0, which cuts nothing.
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
 _UNKNOWN = RowSampling()  # of no request
 
 
@@ -66,7 +68,8 @@ def fill_params(
             params[TEMPERATURE : CHANCE + 1, place] = _GREEDY
         else:
             chance = uniform(row.seed, int(batch.positions[place]))
-            drawn = (row.temperature, row.top_k, row.top_p, row.min_p, chance)
+            top_p = max(row.top_p, _LEAST_TOP_P)
+            drawn = (row.temperature, row.top_k, top_p, row.min_p, chance)
             params[TEMPERATURE : CHANCE + 1, place] = drawn
         if row.penalties is not None:
             params[REPETITION:, place] = row.penalties.factors

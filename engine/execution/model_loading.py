@@ -88,8 +88,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
         weights_name="packed" if options.keep_packed else "dequantized",
         max_context_len=options.max_positions,
         source_name=prepared.source.path.name,
-        weights_fingerprint=prepared.source.fingerprint(),
+        weights_fingerprint=weights_fingerprint(config, prepared.source, options.device.type),
     )
+
+
+def weights_fingerprint(config: EngineConfig, source: ModelSource, device: str) -> str:
+    """The checkpoint's, and what else the numbers in its KV are made of: random weights are not the
+    file's, and differ by device; a fixed order's bits are no other order's."""
+    parts = [source.fingerprint()]
+    if config.load_format == "dummy":
+        parts.append(f"dummy weights of {device}")
+    if config.deterministic and device == "cuda":
+        parts.append("fixed order")
+    return ";".join(parts)
 
 
 def check_model(config: EngineConfig) -> None:

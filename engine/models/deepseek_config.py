@@ -145,6 +145,10 @@ def _config(fields: ConfigFields, path: Path, *, is_v3: bool) -> DeepseekConfig:
         raise UnsupportedModelError(f"{path}: qk_rope_head_dim is {rope_dim}; supported: even")
     experts = _experts(fields, path, is_v3=is_v3)
     rope, mscale = _rope(fields, path)
+    # Null is read as either by others.
+    is_interleaved = not fields.has("rope_interleave") or fields.flag("rope_interleave")
+    if not is_interleaved and not is_v3:  # nobody else reads the field there
+        raise UnsupportedModelError(f"{path}: rope_interleave is False; supported in a V2: True")
     return DeepseekConfig(
         architecture=V3 if is_v3 else V2,
         num_layers=num_layers,
@@ -160,8 +164,7 @@ def _config(fields: ConfigFields, path: Path, *, is_v3: bool) -> DeepseekConfig:
         max_context_len=fields.whole("max_position_embeddings"),
         rms_eps=fields.number("rms_norm_eps"),
         rope=rope,
-        # Null is read as either by others.
-        is_rope_interleaved=not fields.has("rope_interleave") or fields.flag("rope_interleave"),
+        is_rope_interleaved=is_interleaved,
         softmax_scale=(nope_dim + rope_dim) ** -0.5 * mscale * mscale,
         is_tied=fields.flag("tie_word_embeddings", False),
         experts=experts,

@@ -24,7 +24,7 @@ def draw_tokens(
 
     Args:
         logits: [S, V] fp32, contiguous; forbidden tokens are -inf.
-        temperature, top_p, min_p: fp32 [S]; top_p 1 and min_p 0 keep everything.
+        temperature, top_p, min_p: fp32 [S]; top_p above 0, 1 and min_p 0 keep everything.
         top_k: int32 [S]; 0 keeps everything.
         chance: fp64 [S] in [0, 1).
 

@@ -19,6 +19,10 @@ from kernels.w4_layout import TiledW4
 MANY_TOKENS = 24
 
 
+def _routing_traits(routing: MoeRouting) -> tuple[tuple[str, int], ...]:
+    return (("num_experts", routing.num_experts), ("num_groups", routing.num_groups))
+
+
 def moe_route(
     logits: torch.Tensor, bias: torch.Tensor | None, routing: MoeRouting
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +41,8 @@ def moe_route(
         expect_shape("bias", bias, (routing.num_experts,))
         expect_dtype("bias", bias, torch.float32)
     formats = (("logits", format_of(logits.dtype)),)
-    kernel = select_kernel(CallSignature("moe_route", logits.device.type, formats))
+    traits = _routing_traits(routing)
+    kernel = select_kernel(CallSignature("moe_route", logits.device.type, formats, traits))
     ids, weights = kernel.fn(logits, bias, routing)
     return ids, weights
 
@@ -77,8 +82,7 @@ def moe_norm_route(
     traits = (
         ("num_tokens_up_to_64", x.shape[0] <= 64),
         ("hidden", x.shape[1]),
-        ("num_experts", routing.num_experts),
-        ("num_groups", routing.num_groups),
+        *_routing_traits(routing),
         ("chosen", routing.top_k + num_shared),
     )
     kernel = select_kernel(CallSignature("moe_norm_route", x.device.type, formats, traits))

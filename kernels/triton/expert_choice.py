@@ -26,7 +26,17 @@ def _pdl(enabled: bool) -> dict[str, Any]:
     return {"launch_pdl": True} if enabled else {}
 
 
-@register_kernel("moe_route", "triton", priority=Priority.PORTABLE, device="cuda")
+def refuse_groups(call: CallSignature) -> str | None:
+    """Scores of groups are a matrix, and a kernel's have powers of two for sides."""
+    num = int(call.trait("num_experts"))
+    if int(call.trait("num_groups")) > 1 and num & (num - 1):
+        return f"groups are of {num} experts, it takes groups of a power of two"
+    return None
+
+
+@register_kernel(
+    "moe_route", "triton", priority=Priority.PORTABLE, device="cuda", refuses=refuse_groups
+)
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None, routing: MoeRouting
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +87,7 @@ def _refuse_norm_route(call: CallSignature) -> str | None:
         return "it takes a hidden size of up to 8192"
     if int(call.trait("chosen")) > 16:
         return "it takes up to 16 experts a token, shared ones included"
-    return None
+    return refuse_groups(call)
 
 
 @register_kernel(

@@ -18,6 +18,7 @@ from kernels.registry import Priority, register_kernel
 from kernels.signature import CallSignature
 from kernels.sizes import cdiv, next_power_of_2
 from kernels.triton.boxes import boxes_of
+from kernels.triton.expert_choice import refuse_groups
 from kernels.triton.mla_prefill import num_processors
 from kernels.triton.moe_gather import moe_gather_kernel
 from kernels.triton.moe_route import moe_combine_kernel, moe_topk_kernel
@@ -51,7 +52,7 @@ def _refuse_route(call: CallSignature) -> str | None:
         return "it takes more than 64 tokens"
     if int(call.trait("chosen")) > 16:
         return "it takes up to 16 experts a token, shared ones included"
-    return None
+    return refuse_groups(call)
 
 
 @register_kernel(

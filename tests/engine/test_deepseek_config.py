@@ -199,6 +199,17 @@ def test_a_feature_we_do_not_have_is_named(
         deepseek_config_from_hf(_write(tmp_path, {**_V3, **changes}))
 
 
+def test_a_v2_rotates_pairs_as_others_compute_it(tmp_path: Path) -> None:
+    for value in (True, False):
+        _write(tmp_path, {**_V3, "rope_interleave": value})
+        assert deepseek_config_from_hf(tmp_path).is_rope_interleaved is value
+    assert deepseek_config_from_hf(
+        _write(tmp_path, {**_V2_LITE, "rope_interleave": True})
+    ).is_rope_interleaved
+    with pytest.raises(UnsupportedModelError, match=r"rope_interleave is False; .*V2: True"):
+        deepseek_config_from_hf(_write(tmp_path, {**_V2_LITE, "rope_interleave": False}))
+
+
 def test_renormalised_softmax_routing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="norm_topk_prob is True"):
         deepseek_config_from_hf(_write(tmp_path, {**_V2_LITE, "norm_topk_prob": True}))

@@ -14,8 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.execution.memory import free_host_bytes
+from engine.execution.model_loading import weights_fingerprint
 from engine.execution.model_runner import build_model_runner, override_kernels
 from engine.weights.errors import ModelError, ModelNotFoundError, WeightMismatchError
+from engine.weights.source import resolve_model
 from kernels.ops import rms_norm
 from kernels.reference.norm import rms_norm as reference_norm
 from kernels.selection import select_kernel, set_override
@@ -126,6 +128,23 @@ def test_the_fingerprint_follows_what_shapes_the_cache(checkpoint: Path) -> None
     assert build_model_runner(_config(checkpoint, kv_pool_tokens=512)).model_fingerprint == first
     assert build_model_runner(_config(checkpoint, page_size=16)).model_fingerprint != first
     assert build_model_runner(_config(checkpoint, dtype="bfloat16")).model_fingerprint != first
+
+
+def test_random_weights_and_a_fixed_order_have_kv_of_their_own(checkpoint: Path) -> None:
+    """Engines share a store by this name, and dummies a directory with the model they stand for."""
+    source = resolve_model(str(checkpoint))
+    settings: list[dict[str, Any]] = [{}, {"load_format": "dummy"}]
+    settings += [{**each, "deterministic": True} for each in settings]
+    names = {
+        weights_fingerprint(_config(checkpoint, **each), source, device)
+        for each in settings
+        for device in ("cpu", "cuda")
+    }
+    # On a CPU a fixed order has no kernels of its own; a checkpoint is the same on each device.
+    assert len(names) == 5
+    first = build_model_runner(_config(checkpoint)).model_fingerprint
+    dummy = build_model_runner(_config(checkpoint, load_format="dummy")).model_fingerprint
+    assert dummy != first
 
 
 def test_dummy_weights_need_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

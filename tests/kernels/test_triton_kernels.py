@@ -25,7 +25,12 @@ CHECKS = {
         "mla_more_rows_than_a_tile",
         "mla_more_parts_than_tiles",
     ],
-    "route": ["route_softmax", "route_grouped_sigmoid_with_bias", "route_grouped_softmax"],
+    "route": [
+        "route_softmax",
+        "route_grouped_sigmoid_with_bias",
+        "route_grouped_softmax",
+        "route_in_groups_of_any_size",
+    ],
     "moe": ["moe_nvfp4_one_token", "moe_nvfp4_sorted_tokens", "moe_mxfp4", "moe_mxint4"],
 }
 SHARED_BYTES_OF_HOPPER = 227 * 1024
@@ -59,7 +64,8 @@ def test_interpreted_kernels_of_a_decode_step_agree_with_their_references() -> N
 
 
 def test_interpreted_sampling_kernels_choose_what_their_references_choose() -> None:
-    checks = ["spread", "flat", "broken", "edit"]  # `ends`, `ties`, `long_pieces` by hand: seconds
+    # `ends`, `ties`, `long_pieces` by hand: seconds
+    checks = ["spread", "flat", "broken", "smallest_nuclei", "edit"]
     out = _run("tests.kernels.triton_sampling_interpreted", checks, TRITON_INTERPRET="1")
     assert out.count("ok ") == len(checks)
 

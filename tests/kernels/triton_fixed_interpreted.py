@@ -95,7 +95,7 @@ def check_attention() -> None:
 def _force() -> None:
     """As `use_fixed_order`, with the GPU's row-wise kernels for a CPU too: torch's treat the last
     few numbers of an array otherwise than those before."""
-    for family, name in {**FIXED_ORDER, "mla_kv_write": "triton"}.items():
+    for family, name in {**FIXED_ORDER, "mla_kv_write": "triton", "moe_route": "triton"}.items():
         found = next(spec for spec in REGISTRY.specs(family) if spec.name == name)
         if found.device == "cuda":
             name = "anywhere"

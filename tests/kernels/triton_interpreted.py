@@ -152,6 +152,46 @@ def check_route(routing: MoeRouting, with_bias: bool) -> None:
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-6)
 
 
+def check_groups_of_any_size() -> None:
+    """DeepSeek-V2 has 160 experts in 8 groups: who cannot run a rule's calls refuses them."""
+    import kernels.ops.moe as ops
+    import kernels.triton  # noqa: F401 - registers
+    from kernels.registry import REGISTRY
+    from kernels.signature import CallSignature
+
+    calls: list[CallSignature] = []
+
+    def select(call: CallSignature) -> object:
+        calls.append(call)
+        return next(s for s in REGISTRY.specs(call.family) if s.device == "any")
+
+    ops.select_kernel = select  # type: ignore[assignment]
+    sizes = [(num, *rule) for num in (2, 66) for rule in ((160, 8), (12, 3), (64, 8), (10, 1))]
+    for num_tokens, num_experts, groups in sizes:
+        kept = min(groups, 2)
+        routing = MoeRouting(num_experts=num_experts, top_k=4, num_groups=groups, groups_kept=kept)
+        torch.manual_seed(num_experts)
+        x, router = torch.randn(num_tokens, 32), torch.randn(num_experts, 32)
+        args = (x, torch.ones(32), 1e-6, router, None, routing, 2)
+        wanted = ops.moe_norm_route(*args)
+        logits = torch.nn.functional.linear(wanted[0], router)
+        wanted_of = {"moe_route": ops.moe_route(logits, None, routing), "moe_norm_route": wanted}
+        given = {"moe_route": (logits, None, routing), "moe_norm_route": args}
+        num_run = 0
+        for call in {call.family: call for call in calls}.values():
+            for spec in REGISTRY.specs(call.family):
+                is_fixed = spec.name == "fixed"  # composed of ops
+                if spec.device != "cuda" or is_fixed or spec.refuses(call) is not None:
+                    continue
+                num_run += 1
+                for found, expected in zip(
+                    spec.fn(*given[call.family]), wanted_of[call.family], strict=True
+                ):
+                    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        is_power = not num_experts & (num_experts - 1)
+        assert (num_run > 0) == (is_power or groups == 1), (num_experts, groups)
+
+
 def check_moe(fmt: str, num_tokens: int, with_shared: bool) -> None:
     from kernels.triton import moe
 
@@ -215,6 +255,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "route_grouped_softmax": lambda: check_route(
         MoeRouting(num_experts=16, top_k=3, num_groups=4, groups_kept=3), False
     ),
+    "route_in_groups_of_any_size": check_groups_of_any_size,
     "moe_nvfp4_one_token": lambda: check_moe("nvfp4", 1, False),
     "moe_nvfp4_sorted_tokens": lambda: check_moe("nvfp4", 19, True),
     "moe_mxfp4": lambda: check_moe("mxfp4", 5, False),

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import torch
 
+from engine.execution import device_sampler as sampler
+from engine.sampling.params import RowSampling, SampleBatch
 from kernels.reference import draw as reference_draw
 from kernels.reference import edit as reference_edit
 from tests.fakes.sampling_cases import ROWS, draw_case, edit_case
@@ -60,6 +63,30 @@ def check_ties_at_a_cut() -> None:
             assert set(found) <= {4, 40, 70}
 
 
+def check_smallest_nuclei() -> None:
+    """A nucleus holds the likeliest token, also where fp32 has no such share."""
+    from kernels.triton.draw import draw_tokens
+
+    shares = (5e-324, 1e-46, 1e-30, 1e-6)
+    rows = [RowSampling(temperature=1.5, top_p=share, seed=9) for share in shares]
+    slots = np.arange(len(rows))
+    batch = SampleBatch(rows=rows, slots=slots, positions=slots)
+    numbers = np.zeros((sampler.NUM_PARAMS, len(rows)))
+    sampler.fill_params(numbers, batch, slots, slots, len(rows))
+    params = torch.from_numpy(numbers)
+    logits = torch.randn(len(rows), 130, generator=torch.Generator().manual_seed(4))
+    found = draw_tokens(
+        logits,
+        params[sampler.TEMPERATURE].float(),
+        params[sampler.TOP_K].int(),
+        params[sampler.TOP_P].float(),
+        params[sampler.MIN_P].float(),
+        params[sampler.CHANCE],
+        pieces=2,
+    )
+    assert found.tolist() == logits.argmax(dim=-1).tolist()
+
+
 def check_edit(vocab: int) -> None:
     from kernels.triton.edit_rows import edit_rows
 
@@ -78,6 +105,7 @@ CHECKS = {
     "broken": check_broken_rows,
     "ends": check_chance_at_the_ends,
     "ties": check_ties_at_a_cut,
+    "smallest_nuclei": check_smallest_nuclei,
     "edit": lambda: check_edit(333),
 }
 
