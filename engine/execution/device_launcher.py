@@ -254,9 +254,11 @@ class DeviceLauncher:
             logit_rows = self._forward(step.forward)
             clock.mark()
             before_s = time.perf_counter()
+            if step.sampling.rows:
+                step.sampling.mask_ready.wait()
+            waited_ms = (time.perf_counter() - before_s) * 1e3
             sampled_later = self._sample_later(step.sampling, logit_rows)
             drafts_later = self._draft_later(step)
-            waited_ms = (time.perf_counter() - before_s) * 1e3
             clock.mark()
         num_lost, lost_error = self._lost
 
@@ -402,11 +404,10 @@ class DeviceLauncher:
         return feed_ids(ids, slots, self._next_ids, self._model.vocab_size)
 
     def _sample_later(self, batch: SampleBatch, logit_rows: Places) -> Later:
-        """Start sampling once the masks are there; what gives the tokens when they are."""
+        """Start sampling; what gives the tokens when they are there. Requires: the masks are."""
         rows = list(batch.rows)
         if not rows:
             return lambda: None
-        batch.mask_ready.wait()
         size, num = self._bucket(len(rows)), len(rows)
         places = sample_slots(batch, self._sentinel)
         slots, masks = self._slot_masks.changed(batch, places)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,22 @@ def test_sampling_waits_for_the_mask_and_obeys_it(config: EngineConfig) -> None:
     ready.set()
     thread.join(20)
     assert results[0].sampled.token_ids[1] == 77
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3])
+def test_the_wait_for_masks_is_told_from_the_launch_of_the_sampler(
+    config: EngineConfig, delay_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher: DeviceLauncher = _device_runner(config).step_launcher()
+    monkeypatch.setattr(launcher, "_sample", lambda size, draws: time.sleep(0.2))
+    step = _step(_device_runner(config), [0, 1], {0: 3, 1: 4}, 1)
+    step.sampling.mask_ready = threading.Event()
+    timer = threading.Timer(delay_s, step.sampling.mask_ready.set)
+    timer.start()
+    timer.join(0.0 if delay_s else 20)  # no delay: they are there before the step is
+    waited_ms = launcher.launch(step)().mask_wait_ms
+    timer.join(20)
+    assert (waited_ms > 100) == (delay_s > 0)
 
 
 @pytest.mark.parametrize(
