@@ -144,8 +144,8 @@ class EngineConfig:
     prefill_graphs: bool = True
     """Capture what layers of a step of up to 4096 tokens do beside attention, too (on a GPU)."""
     deterministic: bool = False
-    """Same tokens whatever the batch, chunking or cache state (on a CPU but for rounding in fp32);
-    slower."""
+    """Same tokens whatever the batch, chunking or cache state; slower (a CPU computes a token at a
+    time)."""
     kernels: str = ""
     """Kernels to run instead of the chosen ones, `family=name` each, comma-separated."""
     speculation: str = "none"

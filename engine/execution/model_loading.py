@@ -98,7 +98,7 @@ def weights_fingerprint(config: EngineConfig, source: ModelSource, device: str) 
     parts = [source.fingerprint()]
     if config.load_format == "dummy":
         parts.append(f"dummy weights of {device}")
-    if config.deterministic and device == "cuda":
+    if config.deterministic:
         parts.append("fixed order")
     return ";".join(parts)
 
