@@ -45,7 +45,9 @@ class LeaseService:
         self._session_of: dict[str, str] = {}
         self._chores: set[asyncio.Task[None]] = set()
         services.hub.listen(self._on_session_event)
-        services.client.on_lease_change(lambda change: self._chore(self._take(change)))
+        # Changes of leases that the engine has granted and the store does not have yet.
+        self._early: dict[str, builtins.list[api.LeaseChanged]] = {}
+        services.client.on_lease_change(self._on_change)
         services.client.on_restart(lambda hello: self._chore(self.assert_all()))
 
     # What clients ask ---------------------------------------------------------------------
@@ -71,6 +73,7 @@ class LeaseService:
                     "invalid_value", f"a session has at most {MAX_LEASES_OF_A_SESSION} leases"
                 )
             now_ms = services.clock_ms()
+            self._early[lease_id] = []
             grant = await self._ask(session, lease_id, body.tier, body.upto, ttl_ms)
             lease = replace(
                 new_lease(
@@ -93,7 +96,11 @@ class LeaseService:
         except SessionError:
             await self.let_go(lease_id)
             raise
+        finally:
+            early = self._early.pop(lease_id, [])
         self._tell(session_id, lease, lease.state)
+        for change in early:
+            await self._take(change)
         return lease_wire(session_id, lease)
 
     async def release(self, tenant: str | None, session_id: str, lease_id: str) -> None:
@@ -199,6 +206,12 @@ class LeaseService:
             tokens_granted=grant.tokens_granted,
             reason=grant.reason,
         )
+
+    def _on_change(self, change: api.LeaseChanged) -> None:
+        if change.lease_id in self._early:
+            self._early[change.lease_id].append(change)
+        else:
+            self._chore(self._take(change))
 
     async def _take(self, change: api.LeaseChanged) -> None:
         """Remember what the engine says became of a lease."""

@@ -86,10 +86,15 @@ async def _tell_changes(services: Services, to: Subscription) -> None:
 
 
 async def _tell_residency(services: Services, session_id: str, to: Subscription) -> None:
-    """Send `session.residency` at first, and after cache changes that changed it."""
+    """Send `session.residency` at first, and after what changed it: changes of the cache, and those
+    of the history, which may come to the store long behind the last of the cache."""
     known: dict[str, int] | None = None
-    async with contextlib.aclosing(services.client.kv_events()) as batches:
-        changes = _Latest(batches)
+    history = services.hub.subscribe(session_id)
+    async with (
+        contextlib.aclosing(services.client.kv_events()) as batches,
+        contextlib.aclosing(history.read()) as events,
+    ):
+        changes = _Latest(batches, events)
         try:
             while True:
                 found = await _residency(services, session_id)
@@ -101,6 +106,7 @@ async def _tell_residency(services: Services, session_id: str, to: Subscription)
                 await changes.wait()
                 await asyncio.sleep(RESIDENCY_EVERY_S)
         finally:
+            services.hub.unsubscribe(history)
             await changes.close()
 
 
@@ -120,22 +126,23 @@ async def _residency(services: Services, session_id: str) -> dict[str, int] | No
 
 
 class _Latest:
-    """Drains batches and remembers only that there were some."""
+    """Drains streams and remembers only that something came."""
 
-    def __init__(self, batches: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, *streams: AsyncGenerator[Any, None]) -> None:
         self._changed = asyncio.Event()
-        self._task = asyncio.create_task(self._drain(batches))
+        self._tasks = [asyncio.create_task(self._drain(stream)) for stream in streams]
 
-    async def _drain(self, batches: AsyncGenerator[Any, None]) -> None:
-        async for _ in batches:
+    async def _drain(self, stream: AsyncGenerator[Any, None]) -> None:
+        async for _ in stream:
             self._changed.set()
 
     async def wait(self) -> None:
-        """Return once there was a batch since the last call."""
+        """Return once something came since the last call."""
         await self._changed.wait()
         self._changed.clear()
 
     async def close(self) -> None:
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task

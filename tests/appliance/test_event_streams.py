@@ -6,8 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from appliance.session_hub import MAX_QUEUED, SessionHub
+from appliance.session_watch import RESIDENCY_EVERY_S
 from sessions.session import new_session
 from tests.fakes.appliance import Json, RunningApp, sse_events, until
 
@@ -60,6 +64,21 @@ def test_residency_is_told_when_a_turn_changed_it(app: RunningApp) -> None:
                 break
         app.http.delete(f"/v1/sessions/{session_id}")
         list(events)
+
+
+def test_residency_is_told_of_a_history_that_comes_long_behind_the_cache(
+    app: RunningApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's last change of the cache is looked at before the store has the turn."""
+    commit = app.services.store.commit_turn
+
+    async def late(*arguments: Any) -> Any:
+        await asyncio.sleep(5 * RESIDENCY_EVERY_S)
+        return await commit(*arguments)
+
+    monkeypatch.setattr(app.services.store, "commit_turn", late)
+    test_residency_is_told_when_a_turn_changed_it(app)
+    until(lambda: app.services.hub._readers == {})
 
 
 def test_there_is_no_stream_of_a_session_that_is_not_there(app: RunningApp) -> None:

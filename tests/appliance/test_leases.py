@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
 import pytest
 
+from sessions.session import Session
 from tests.fakes.appliance import Json, RunningApp, says, sse_events, until
 
 TEXT = "a question long enough to fill a page or two of the cache " * 8
@@ -204,6 +206,31 @@ def test_what_becomes_of_a_lease_is_told_and_remembered(app: RunningApp) -> None
         assert leases_of(app, session_id) == []
         app.http.delete(path)
         list(events)
+
+
+@pytest.mark.parametrize("becomes", ["revoked", "expired"])
+def test_what_becomes_of_a_lease_before_the_store_has_it_is_remembered(
+    app: RunningApp, monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    session_id, _ = with_history(app)
+    update, known = app.services.store.update, set(app.engine.leases)
+    heard: list[str] = []
+    app.services.client.on_lease_change(lambda change: heard.append(change.lease_id))
+
+    async def late(session: Session) -> Session:
+        if not heard:
+            (granted,) = set(app.engine.leases) - known
+            app.engine.change_lease(granted, becomes, 64 if becomes == "revoked" else 0)
+            while granted not in heard:
+                await asyncio.sleep(0.01)
+        return await update(session)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(app.services.store, "update", late)
+        lease = app.post(f"/v1/sessions/{session_id}/leases", {"ttl": "10m"}).json()
+    assert heard == [lease["id"]]
+    shown = [(found["state"], found["tokens_granted"]) for found in leases_of(app, session_id)]
+    assert shown == ([("clipped", 64)] if becomes == "revoked" else [])
 
 
 def test_closing_a_session_lets_its_leases_go(app: RunningApp) -> None:
