@@ -68,10 +68,21 @@ def _choose(
         kept = _ranks(group_score, GROUPS) < GROUPS_KEPT
         choice = tl.reshape(tl.where(kept[:, None], grid, float("-inf")), (E_PAD,))
     slot = tl.arange(0, 16)
-    taken = _ranks(choice, E_PAD)[None, :] == slot[:, None]
-    ids = tl.sum(tl.where(taken, e[None, :], 0), axis=1)
+    if E_PAD > 256:  # comparing all with all takes kilobytes of each thread, and minutes to compile
+        ids = tl.zeros([16], tl.int32)
+        weights = tl.zeros([16], tl.float32)
+        free = real
+        for k in tl.static_range(TOP_K):
+            best = tl.max(tl.where(free, choice, float("-inf")), axis=0)
+            at = tl.min(tl.where(free & (choice == best), e, E_PAD), axis=0)
+            ids = tl.where(slot == k, at, ids)
+            weights = tl.where(slot == k, tl.sum(tl.where(e == at, scores, 0.0), axis=0), weights)
+            free = free & (e != at)
+    else:
+        taken = _ranks(choice, E_PAD)[None, :] == slot[:, None]
+        ids = tl.sum(tl.where(taken, e[None, :], 0), axis=1)
+        weights = tl.sum(tl.where(taken, scores[None, :], 0.0), axis=1)
     ids = tl.where(slot < TOP_K, ids, E + slot - TOP_K)
-    weights = tl.sum(tl.where(taken, scores[None, :], 0.0), axis=1)
     if RENORMALISE:
         total = tl.sum(tl.where(slot < TOP_K, weights, 0.0), axis=0)
         weights = weights / (total + 1e-20)

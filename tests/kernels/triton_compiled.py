@@ -245,6 +245,31 @@ def moe_w4_hopper(tiles: int = 1) -> Any:
     return compile_one(moe_w4_hopper_kernel, constants, warps=4, gluon=True, boxes=boxes)
 
 
+def _routing(num_experts: int) -> dict[str, Any]:
+    """One group with a bias, as Kimi K2 has it."""
+    from kernels.sizes import next_power_of_2
+
+    constants = dict(E=num_experts, E_PAD=next_power_of_2(num_experts), TOP_K=8, NUM_SHARED=1)
+    constants |= dict(GROUPS=1, GROUPS_KEPT=1, SIGMOID=True, HAS_BIAS=True, GROUP_TOP2=False)
+    return {**constants, "RENORMALISE": True, "USE_PDL": True}
+
+
+def moe_topk(num_experts: int) -> Any:
+    """Of scores that are there."""
+    from kernels.triton.moe_route import moe_topk_kernel
+
+    return compile_one(moe_topk_kernel, {**_routing(num_experts), "TERMS": 1}, warps=1)
+
+
+def moe_norm_route(num_experts: int, hidden: int) -> Any:
+    """With the norm and the scores before it."""
+    from kernels.triton.moe_route import moe_norm_route_kernel
+
+    constants = {**_routing(num_experts), "K": hidden, "BLOCK": 8192, "PER_PROGRAM": 4}
+    types = {"router": "*fp32", "normed": "*bf16", "arrivals": "*i32", "norm_weight": "*bf16"}
+    return compile_one(moe_norm_route_kernel, constants, warps=16, types=types)
+
+
 def moe_place(num_experts: int) -> Any:
     """The sort of many pairs, as `sort_pairs` launches it."""
     from kernels.sizes import next_power_of_2
@@ -382,6 +407,8 @@ KERNELS = {
             "sorted_32": partial(moe_down, 32, unsorted=False, combines=combines),
         }.items()
     },
+    "moe_topk_384": partial(moe_topk, 384),
+    "moe_norm_route_384": partial(moe_norm_route, 384, 7168),
     **{f"moe_place_{num}": partial(moe_place, num) for num in (66, 162, 257)},
     "moe_w4_hopper": moe_w4_hopper,
     "moe_w4_hopper_tall": partial(moe_w4_hopper, 2),

@@ -152,6 +152,25 @@ def check_route(routing: MoeRouting, with_bias: bool) -> None:
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-6)
 
 
+def check_route_of_many() -> None:
+    """More than 256 experts (Kimi K2 has 384) are chosen one after the other; equal scores by the
+    lower index, and what is no number last."""
+    from kernels.triton import expert_choice
+
+    routing = MoeRouting(num_experts=384, top_k=8, score="sigmoid", renormalise=True, scale=2.827)
+    check_route(routing, True)
+    torch.manual_seed(2)
+    logits = (torch.randn(4, 384) * 2).round() / 2  # many are equal
+    logits[1, 30:] = -40.0
+    ids, weights = expert_choice.route(logits, None, routing)
+    wanted_ids, wanted_weights = reference_moe.moe_route(logits, None, routing)
+    assert torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-6)
+    logits[2, 100:] = float("nan")
+    ids, _ = expert_choice.route(logits, None, routing)
+    assert torch.equal(ids[2], reference_moe.moe_route(logits[2:3, :100], None, routing)[0][0])
+
+
 def check_groups_of_any_size() -> None:
     """DeepSeek-V2 has 160 experts in 8 groups: who cannot run a rule's calls refuses them."""
     import kernels.ops.moe as ops
@@ -255,6 +274,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "route_grouped_softmax": lambda: check_route(
         MoeRouting(num_experts=16, top_k=3, num_groups=4, groups_kept=3), False
     ),
+    "route_of_many_experts": check_route_of_many,
     "route_in_groups_of_any_size": check_groups_of_any_size,
     "moe_nvfp4_one_token": lambda: check_moe("nvfp4", 1, False),
     "moe_nvfp4_sorted_tokens": lambda: check_moe("nvfp4", 19, True),
