@@ -304,10 +304,13 @@ def measure(
         "output_tok_s": round(sum(turn.num_tokens for turn in turns) / wall_s, 1),
         "output_tok_s_later": later_tokens_s(users),
         "ttft_cold_p50_s": round(statistics.median(u.turns[0].ttft_s for u in users), 3),
-        "ttft_later_p50_ms": round(statistics.median(later) * 1e3, 1),
-        "ttft_later_p99_ms": round(quantile(later, 0.99) * 1e3, 1),
-        "later_all_cached": round(sum(n <= PAGE_TOKENS for n in computed) / len(computed), 3),
     }
+    if later:  # of one turn each, there are none
+        line |= {
+            "ttft_later_p50_ms": round(statistics.median(later) * 1e3, 1),
+            "ttft_later_p99_ms": round(quantile(later, 0.99) * 1e3, 1),
+            "later_all_cached": round(sum(n <= PAGE_TOKENS for n in computed) / len(computed), 3),
+        }
     return [line] if trace is None else [line, *traced(trace, users, start)]
 
 

@@ -4,8 +4,7 @@
 Registers a kernel "fixed" for each family whose usual ones choose tiles, splits or parts by what
 else is in a step (see docs/gpu-kernels.md), in the band that only an override chooses;
 `kernels.fixed_order` sets those. Prompts and decoded tokens take the same way through attention, so
-a token has the same bits however it came. Compiled for sm_90, not yet run on one. Does not know:
-models, configurations.
+a token has the same bits however it came. Does not know: models, configurations.
 """
 
 from __future__ import annotations
