@@ -7,14 +7,14 @@ What config files share between architectures is read here too, but for rope (ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.models.rope_config import RopeConfig, rope_from_hf
 from engine.weights.config_fields import ConfigFields
-from engine.weights.errors import ModelFormatError, UnsupportedModelError
+from engine.weights.errors import UnsupportedModelError
 from engine.weights.quant_config import quant_scheme, read_json_object
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -93,8 +93,9 @@ def decoder_config_from_gguf(
     """Read the metadata of a `llama`, `qwen2` or `qwen3` file.
 
     Raises:
-        UnsupportedModelError: another architecture, or a rope scaling we do not have.
-        ModelFormatError: a key is missing.
+        UnsupportedModelError: another architecture, or a rope scaling, bias or norm that we do not
+            have.
+        ModelFormatError: a key is missing or has no fitting value.
     """
     prefix = metadata.get("general.architecture")
     if prefix not in _GGUF_ARCHITECTURES:
@@ -102,29 +103,38 @@ def decoder_config_from_gguf(
         raise UnsupportedModelError(f"general.architecture is {prefix!r}; supported: {names}")
     architecture = _GGUF_ARCHITECTURES[prefix]
     form = _FORMS[architecture]
+    _refuse_other_tensors(tensor_names, form)
+    fields = ConfigFields(metadata, Path("GGUF metadata"))
     hidden, num_heads = (
-        int(_gguf_key(metadata, key)) for key in ("embedding_length", "attention.head_count")
+        fields.whole(f"{prefix}.{key}") for key in ("embedding_length", "attention.head_count")
     )
-    head_dim = int(metadata.get(f"{prefix}.attention.key_length", hidden // num_heads))
-    rope_dim = int(metadata.get(f"{prefix}.rope.dimension_count", head_dim))
+    num_kv_heads = fields.whole(f"{prefix}.attention.head_count_kv", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise UnsupportedModelError(
+            f"{prefix}.attention.head_count_kv is {num_kv_heads}; "
+            f"supported: a divisor of {prefix}.attention.head_count ({num_heads})"
+        )
+    usual_dim = max(1, hidden // num_heads)
+    head_dim = fields.whole(f"{prefix}.attention.key_length", default=usual_dim)
+    rope_dim = fields.whole(f"{prefix}.rope.dimension_count", default=head_dim)
     if rope_dim != head_dim:
         raise UnsupportedModelError(
             f"{prefix}.rope.dimension_count is {rope_dim}; supported: head_dim ({head_dim})"
         )
-    vocab_size = metadata.get(f"{prefix}.vocab_size") or len(metadata["tokenizer.ggml.tokens"])
+    num_tokens = len(metadata.get("tokenizer.ggml.tokens", ())) or None
     return DecoderConfig(
         architecture=architecture,
-        num_layers=int(_gguf_key(metadata, "block_count")),
+        num_layers=fields.whole(f"{prefix}.block_count"),
         hidden=hidden,
-        ffn=int(_gguf_key(metadata, "feed_forward_length")),
+        ffn=fields.whole(f"{prefix}.feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=int(metadata.get(f"{prefix}.attention.head_count_kv", num_heads)),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        vocab_size=int(vocab_size),
-        max_context_len=int(_gguf_key(metadata, "context_length")),
+        vocab_size=fields.whole(f"{prefix}.vocab_size", default=num_tokens),
+        max_context_len=fields.whole(f"{prefix}.context_length"),
         # Stored as fp32: 9.999999747378752e-06 is meant as 1e-05.
-        rms_eps=float(f"{_gguf_key(metadata, 'attention.layer_norm_rms_epsilon'):.6g}"),
-        rope=_gguf_rope(metadata),
+        rms_eps=float(f"{fields.number(f'{prefix}.attention.layer_norm_rms_epsilon'):.6g}"),
+        rope=_gguf_rope(fields, f"{prefix}.rope"),
         is_tied="output.weight" not in tensor_names,
         has_qkv_bias=form.has_qkv_bias,
         has_head_norms=form.has_head_norms,
@@ -189,25 +199,35 @@ def _refuse_other_layers(config: Mapping[str, Any], path: Path) -> None:
         raise UnsupportedModelError(f"{path}: layer_types is {kinds!r}; supported: {allowed!r}")
 
 
-def _gguf_key(metadata: Mapping[str, Any], key: str) -> Any:
-    name = f"{metadata['general.architecture']}.{key}"
-    if metadata.get(name) is None:
-        raise ModelFormatError(f"GGUF metadata: key {name!r} is missing")
-    return metadata[name]
+def _refuse_other_tensors(names: Iterable[str], form: _DecoderForm) -> None:
+    """A bias or a norm of heads that the form has not is never asked for: it would be left out."""
+    norms = {f"attn_{part}_norm.weight" for part in "qk"}
+    wanted = {f"attn_{part}.bias" for part in "qkv"} if form.has_qkv_bias else set()
+    wanted |= norms if form.has_head_norms else set()
+    for name in names:
+        part = name.split(".", 2)[-1] if name.startswith("blk.") else name
+        if (part in norms or part.endswith(".bias")) and part not in wanted:
+            raise UnsupportedModelError(
+                f"GGUF tensors: found {name!r}; supported of biases and norms of heads in "
+                f"{form.gguf_name}: {', '.join(sorted(wanted)) or 'none'}"
+            )
 
 
-def _gguf_rope(metadata: Mapping[str, Any]) -> RopeConfig:
-    prefix = f"{metadata['general.architecture']}.rope"
-    kind = metadata.get(f"{prefix}.scaling.type", "none")
-    if kind not in ("none", "linear"):
+def _gguf_rope(fields: ConfigFields, prefix: str) -> RopeConfig:
+    """A factor without a kind is of the linear one, and 0 is none, as llama.cpp has it."""
+    kind = fields.raw(f"{prefix}.scaling.type")
+    if kind not in ("none", "linear", None):
         raise UnsupportedModelError(
             f"{prefix}.scaling.type is {kind!r}; supported: 'none', 'linear', "
             "and the factors of a rope_freqs tensor"
         )
+    old_factor = fields.number(f"{prefix}.scale_linear", default=1.0, zero=1.0)
+    factor = fields.number(f"{prefix}.scaling.factor", default=old_factor, zero=1.0)
+    is_linear = kind == "linear" or (kind is None and factor != 1.0)
     return RopeConfig(
-        theta=float(metadata.get(f"{prefix}.freq_base", 10000.0)),
-        kind="linear" if kind == "linear" else "default",
-        factor=float(metadata.get(f"{prefix}.scaling.factor", 1.0)),
+        theta=fields.number(f"{prefix}.freq_base", default=10000.0),
+        kind="linear" if is_linear else "default",
+        factor=factor,
     )
 
 

@@ -284,3 +284,70 @@ def test_a_missing_bias_or_norm_is_named_before_any_tensor_is_read(
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(WeightMismatchError, match=f"'{tensor}'"):
         check_model(EngineConfig(model=str(tmp_path)))
+
+
+def _gguf_metadata(changes: dict[str, Any], family: str = "qwen2") -> dict[str, Any]:
+    values = {
+        "block_count": 2,
+        "context_length": 256,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "vocab_size": 131,
+        **changes,
+    }
+    named = {f"{family}.{key}": value for key, value in values.items()}
+    return {"general.architecture": family, **named}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"attention.head_count_kv": [2, 1]},
+            r"qwen2.attention.head_count_kv is \[2, 1\]; allowed: a whole number of 1 or more",
+        ),
+        ({"attention.head_count_kv": 3}, r"head_count_kv is 3; supported: a divisor of .*\(4\)"),
+        ({"attention.head_count": 0}, "qwen2.attention.head_count is 0; allowed"),
+        ({"vocab_size": None}, "qwen2.vocab_size is None; allowed"),
+        ({"rope.scaling.factor": -1.0}, "qwen2.rope.scaling.factor is -1.0; allowed"),
+    ],
+)
+def test_a_gguf_value_that_does_not_fit_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises((ModelFormatError, UnsupportedModelError), match=said):
+        decoder_config_from_gguf(_gguf_metadata(changes), {})
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "said"),
+    [
+        ("llama", "blk.0.attn_q.bias", "in llama: none"),
+        ("qwen2", "blk.1.attn_output.bias", "in qwen2: attn_k.bias, attn_q.bias, attn_v.bias"),
+        ("qwen2", "blk.0.attn_k_norm.weight", "in qwen2: attn_k.bias, attn_q.bias, attn_v.bias"),
+        ("qwen3", "blk.0.attn_v.bias", "in qwen3: attn_k_norm.weight, attn_q_norm.weight"),
+        ("qwen3", "output.bias", "in qwen3"),
+    ],
+)
+def test_biases_and_norms_of_a_gguf_file_are_refused_not_left_out(
+    family: str, tensor: str, said: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"found '{tensor}'; .*{said}"):
+        decoder_config_from_gguf(_gguf_metadata({}, family), {tensor: None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"rope.scaling.factor": 4.0}, ("linear", 4.0)),
+        ({"rope.scale_linear": 4.0}, ("linear", 4.0)),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, ("linear", 1.0)),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, ("default", 4.0)),
+    ],
+)
+def test_rope_factors_of_a_gguf_file_count_as_llama_cpp_has_it(
+    changes: dict[str, Any], found: tuple[str, float]
+) -> None:
+    rope = decoder_config_from_gguf(_gguf_metadata(changes), {}).rope
+    assert (rope.kind, rope.factor) == found
