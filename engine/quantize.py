@@ -281,7 +281,7 @@ def _write_texts(source: Path, writer: ShardWriter, config: dict[str, Any]) -> N
             shutil.copyfile(path, writer.place(path.name))
     partial = writer.place("config.json.partial")
     partial.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-    partial.rename(partial.with_suffix(""))
+    partial.rename(writer.place("config.json"))
 
 
 if __name__ == "__main__":

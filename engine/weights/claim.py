@@ -46,6 +46,8 @@ class DirectoryClaim:
             left = {self._directory / line for line in mark.read().splitlines()}
             found = {*self._directory.iterdir()} - {path}
             if found - left:
+                if is_new:  # so the directory is as it was
+                    path.unlink()
                 raise FileExistsError(f"{self._directory}: holds what no writer of ours placed")
         except BaseException:
             mark.close()
@@ -66,7 +68,7 @@ class DirectoryClaim:
     def release(self) -> None:
         """Leave what was placed as it is."""
         if self._mark is not None:
-            (self._directory / MARK).unlink()
+            (self._directory / MARK).unlink(missing_ok=True)  # an interrupt may have come behind it
             self._mark.close()
             self._mark = None
 

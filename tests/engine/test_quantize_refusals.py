@@ -322,6 +322,39 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(
         assert not any(target.iterdir())
 
 
+@pytest.mark.parametrize("where", ["ShardWriter.release", "DirectoryClaim.release"])
+def test_an_interrupt_at_the_very_end_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """When config.json has its name, before the mark is gone and behind that."""
+    source, target = _source(tmp_path / "source", _tensors()), tmp_path / "out"
+    unlink = Path.unlink
+
+    def before(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    def behind(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        if path.name == MARK:
+            monkeypatch.setattr(Path, "unlink", unlink)
+            raise KeyboardInterrupt
+
+    if where == "ShardWriter.release":
+        monkeypatch.setattr(ShardWriter, "release", before)
+    else:
+        monkeypatch.setattr(Path, "unlink", behind)
+    assert main([str(source), str(target), "--format", "fp8"]) == 130
+    assert not any(target.iterdir())
+
+
+def test_who_may_not_claim_a_directory_leaves_no_mark(tmp_path: Path) -> None:
+    """As where another conversion came to its end there since it was looked at."""
+    (tmp_path / "config.json").touch()
+    with pytest.raises(FileExistsError, match="no writer of ours"):
+        ShardWriter(tmp_path).claim()
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_a_disk_without_room_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     source, target = _source(tmp_path / "source", _tensors()), tmp_path / "out"
 
