@@ -167,20 +167,31 @@ class LeaseService:
         """Bring the engine's side of a session's leases to what the store says, and back."""
         services = self._services
         session = await services.store.get(session_id)
+        wished = self._wished(session)
+        self._early |= {lease.id: [] for lease in wished}
         leases: builtins.list[Lease] = []
-        for lease in (*self._live(session), *self._wished(session)):
-            found = await self._asserted(session, lease)
-            if found is None:
+        try:
+            for lease in (*self._live(session), *wished):
+                found = await self._asserted(session, lease)
+                if found is None:
+                    await self.let_go(lease.id)
+                else:
+                    self._session_of[lease.id] = session_id
+                    leases.append(found)
+            if tuple(leases) == session.leases:
+                return
+            await services.store.update(replace(session, leases=tuple(leases)))
+        except SessionError:
+            for lease in wished:  # the next try has another id
                 await self.let_go(lease.id)
-            else:
-                self._session_of[lease.id] = session_id
-                leases.append(found)
-        if tuple(leases) == session.leases:
-            return
-        await services.store.update(replace(session, leases=tuple(leases)))
+            raise
+        finally:
+            early = [change for lease in wished for change in self._early.pop(lease.id)]
         for lease in leases:
             if lease not in session.leases:
                 self._tell(session_id, lease, lease.state)
+        for change in early:
+            await self._take(change)
 
     async def _asserted(self, session: Session, lease: Lease) -> Lease | None:
         """The lease as the engine holds it now; None where it is over."""

@@ -233,6 +233,56 @@ def test_what_becomes_of_a_lease_before_the_store_has_it_is_remembered(
     assert shown == ([("clipped", 64)] if becomes == "revoked" else [])
 
 
+@pytest.mark.parametrize("becomes", ["revoked", "expired"])
+def test_what_becomes_of_a_wished_lease_before_the_store_has_it_is_remembered(
+    app: RunningApp, monkeypatch: pytest.MonkeyPatch, becomes: str
+) -> None:
+    update = app.services.store.update
+    heard: list[str] = []
+    app.services.client.on_lease_change(lambda change: heard.append(change.lease_id))
+
+    async def late(session: Session) -> Session:
+        if session.leases and not heard:
+            (granted,) = (lease.id for lease in session.leases)
+            app.engine.change_lease(granted, becomes, 64 if becomes == "revoked" else 0)
+            while granted not in heard:
+                await asyncio.sleep(0.01)
+        return await update(session)
+
+    monkeypatch.setattr(app.services.store, "update", late)
+    session_id = app.session(cache={"lease": {"ttl": "10m"}})
+    app.turn(session_id, TEXT)
+    until(lambda: heard != [])
+    wanted = [("clipped", 64)] if becomes == "revoked" else []
+    until(
+        lambda: (
+            wanted
+            == [(found["state"], found["tokens_granted"]) for found in leases_of(app, session_id)]
+        )
+    )
+
+
+def test_a_wished_lease_is_held_once_whoever_else_writes_the_session(
+    app: RunningApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, known = app.services.store.update, set(app.engine.leases)
+    overtaken: list[str] = []
+
+    async def late(session: Session) -> Session:
+        if session.leases and not overtaken:
+            overtaken.append(session.id)
+            await update(await app.services.store.get(session.id))
+        return await update(session)
+
+    monkeypatch.setattr(app.services.store, "update", late)
+    session_id = app.session(cache={"lease": {"ttl": "10m"}})
+    app.turn(session_id, TEXT)
+    until(lambda: leases_of(app, session_id) != [])
+    assert overtaken == [session_id]
+    (lease,) = leases_of(app, session_id)
+    until(lambda: app.engine.leases.keys() - known == {lease["id"]})
+
+
 def test_closing_a_session_lets_its_leases_go(app: RunningApp) -> None:
     session_id, _ = with_history(app)
     lease = app.post(f"/v1/sessions/{session_id}/leases", {"ttl": "10m"}).json()
