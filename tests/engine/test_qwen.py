@@ -261,6 +261,20 @@ def test_yarn_stretches_the_context_that_the_file_names(tmp_path: Path, field: s
         decoder_config_from_hf(tmp_path)
 
 
+def test_a_context_of_several_chunks_ends_with_the_first(tmp_path: Path) -> None:
+    """As Qwen2.5-1M has it: within a chunk its attention is the plain one."""
+    dual = {"chunk_size": 4096, "local_size": 512, "original_max_position_embeddings": 4096}
+    config = {**_BASE, "architectures": ["Qwen2ForCausalLM"], "vocab_size": 300}
+    config |= {"max_position_embeddings": 16384, "dual_chunk_attention_config": dual}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert decoder_config_from_hf(tmp_path).max_context_len == 4096
+    assert load_text_assets(str(tmp_path), load_format="dummy").max_context_len == 4096
+    dual["chunk_size"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFormatError, match="dual_chunk_attention_config.chunk_size is 0"):
+        decoder_config_from_hf(tmp_path)
+
+
 def test_qwen3_says_its_head_dim(tmp_path: Path) -> None:
     """Some readers take 128 where it is missing, others hidden_size / num_attention_heads."""
     config = {**_BASE, "architectures": ["Qwen3ForCausalLM"]}
