@@ -74,6 +74,12 @@ class EndingSignals:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._end)
 
+    @staticmethod
+    def ignore() -> None:
+        """To be called when nothing is left to end: a conversion that is done is not undone."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
     def check(self) -> None:
         """Raises KeyboardInterrupt once a signal came."""
         if self.received:
@@ -93,8 +99,8 @@ def main(argv: Sequence[str] | None = None, signals: EndingSignals | None = None
     parser.add_argument("--format", required=True, choices=FORMATS)
     parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    arguments = parser.parse_args(argv)
     try:
+        arguments = parser.parse_args(argv)
         lines = quantize_checkpoint(
             arguments.source,
             arguments.target,
@@ -287,4 +293,6 @@ def _write_texts(source: Path, writer: ShardWriter, config: dict[str, Any]) -> N
 if __name__ == "__main__":
     ending_signals = EndingSignals()
     ending_signals.install()
-    sys.exit(main(signals=ending_signals))
+    exit_code = main(signals=ending_signals)
+    ending_signals.ignore()
+    sys.exit(exit_code)

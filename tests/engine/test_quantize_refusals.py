@@ -347,6 +347,20 @@ def test_an_interrupt_at_the_very_end_leaves_nothing(
     assert not any(target.iterdir())
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_behind_its_end_changes_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    source, target = _source(tmp_path / "source", _tensors()), tmp_path / "out"
+    code = (
+        "import atexit, runpy, signal, sys\n"
+        f"atexit.register(signal.raise_signal, {int(number)})\n"
+        "runpy.run_module('engine.quantize', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", code, str(source), str(target), "--format", "fp8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "summary" in done.stdout.splitlines()[-1]
+
+
 def test_who_may_not_claim_a_directory_leaves_no_mark(tmp_path: Path) -> None:
     """As where another conversion came to its end there since it was looked at."""
     (tmp_path / "config.json").touch()
