@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from engine.models.model import DraftingModel, PagedModel, StepRows
@@ -40,7 +41,7 @@ class OneTokenSteps:
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
         """See `PagedModel`; tokens in the order of the step."""
-        logits = torch.empty(sample_rows.shape[0], self.vocab_size)
+        logits: dict[int, torch.Tensor] = {}
         starts = rows.row_indptr.tolist()
         samples = {starts[row + 1] - 1: at for at, row in enumerate(sample_rows.tolist())}
         hidden = []
@@ -55,13 +56,18 @@ class OneTokenSteps:
                     sample_rows.new_zeros(0 if place is None else 1),
                 )
                 if place is not None:
-                    logits[place] = found[0]
+                    logits[place] = found
                 if self.can_draft:
                     assert isinstance(self._model, DraftingModel)
                     hidden.append(self._model.last_hidden)
         if hidden:
             self.last_hidden = torch.cat(hidden)
-        return logits
+        if len(logits) == 1:
+            return logits[0]
+        if not logits:
+            return torch.empty(0, self.vocab_size)
+        # By numpy: a copy of torch's wakes its threads, which spin where those of kernels run.
+        return torch.from_numpy(np.concatenate([logits[at].numpy() for at in sorted(logits)]))
 
     def draft(
         self,

@@ -87,11 +87,13 @@ class ConfigFields:
     def context_len(self) -> int:
         """Positions of the model: `max_position_embeddings`, or what YaRN stretches the original
         context to where that is more (Qwen's files leave the first as it was). Of dual chunk
-        attention the first chunk: positions behind it are counted otherwise."""
+        attention (arXiv 2402.17463) the first chunk: positions behind it are counted otherwise."""
         length = self.whole("max_position_embeddings")
         if self.raw("dual_chunk_attention_config") is not None:
             chunks = self.table("dual_chunk_attention_config")
-            length = min(length, chunks.whole("chunk_size"))
+            local_len = chunks.whole("local_size", low=0)
+            chunk_len = chunks.whole("chunk_size", low=local_len + 1) - local_len
+            length = min(length, chunk_len)
         rope = self.table(*ROPE_FIELDS)
         name, original = "factor", "original_max_position_embeddings"
         is_yarn = "yarn" in (rope.raw("rope_type"), rope.raw("type"))

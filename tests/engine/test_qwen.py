@@ -267,8 +267,8 @@ def test_a_context_of_several_chunks_ends_with_the_first(tmp_path: Path) -> None
     config = {**_BASE, "architectures": ["Qwen2ForCausalLM"], "vocab_size": 300}
     config |= {"max_position_embeddings": 16384, "dual_chunk_attention_config": dual}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert decoder_config_from_hf(tmp_path).max_context_len == 4096
-    assert load_text_assets(str(tmp_path), load_format="dummy").max_context_len == 4096
+    assert decoder_config_from_hf(tmp_path).max_context_len == 3584
+    assert load_text_assets(str(tmp_path), load_format="dummy").max_context_len == 3584
     dual["chunk_size"] = 0
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelFormatError, match="dual_chunk_attention_config.chunk_size is 0"):
