@@ -78,11 +78,12 @@ def _choose(
             ids = tl.where(slot == k, at, ids)
             weights = tl.where(slot == k, tl.sum(tl.where(e == at, scores, 0.0), axis=0), weights)
             free = free & (e != at)
+        ids = tl.where(slot < TOP_K, ids, E + slot - TOP_K)
     else:
         taken = _ranks(choice, E_PAD)[None, :] == slot[:, None]
         ids = tl.sum(tl.where(taken, e[None, :], 0), axis=1)
+        ids = tl.where(slot < TOP_K, ids, E + slot - TOP_K)
         weights = tl.sum(tl.where(taken, scores[None, :], 0.0), axis=1)
-    ids = tl.where(slot < TOP_K, ids, E + slot - TOP_K)
     if RENORMALISE:
         total = tl.sum(tl.where(slot < TOP_K, weights, 0.0), axis=0)
         weights = weights / (total + 1e-20)
